@@ -1,0 +1,1 @@
+"""Who runs next: requests, admission, the step plan and preemption. Imports no torch."""

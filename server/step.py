@@ -1,0 +1,128 @@
+"""What crosses between the scheduler, which plans a step, and the runner, which computes it.
+
+The scheduler fills a `StepPlan` with plain arrays and never sees a tensor; the runner returns a `StepResult` and never
+sees a request. Everything here is immutable once made, so a plan may be executed on another thread or another rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingParams:
+    """How one request draws its tokens. Values are validated by whoever builds it; the sampler trusts them.
+
+    temperature: 0 is greedy; below 1e-5 is treated as 0.
+    top_k: 0 keeps the whole vocabulary.
+    seed: any 64-bit integer; the noise of a token depends on (seed, output index, token id) alone.
+    logprobs: None for none, 0 for the chosen token's only, n for the n most likely beside it.
+    min_tokens: until this many tokens are out, `stop_token_ids` cannot be drawn.
+    stop_token_ids: ids that end the request, the model's end-of-sequence ids included unless they are ignored.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    logprobs: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether a draw depends on the tokens before it."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The tokens a penalty looks at: `prompt` and `output` are int64 arrays, in order."""
+
+    prompt: Int64Array
+    output: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a token under the raw distribution (before temperature, penalties and bias).
+
+    `top` holds the most likely (token id, logprob) pairs, likeliest first, as many as were asked for.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One forward pass: B sequences with T tokens in all, packed without padding.
+
+    input_ids, positions, slots: [T]. A slot is `block * block_size + offset`; each names where the token's K and V go.
+    query_starts: [B + 1], sequence b owns the packed tokens `query_starts[b]:query_starts[b + 1]`, at least one.
+    context_lens: [B], tokens of the sequence in the pool once this step's own are written.
+    block_tables: [B, widest], rows padded with the trash block 0.
+    logit_indices: [S + P], packed tokens whose logits are needed: first one for each of the S samples, then P scored
+        prompt positions.
+    sample_rows: [S], the sequence (index into B) each sample belongs to.
+    out_indices: [S], how many output tokens the sequence has already; selects the noise.
+    params, histories: one for each sample; a history is None unless `params.needs_history`.
+    score_targets: [P], the prompt token whose log-probability is wanted at each scored position.
+    score_tops: [P], how many of the most likely tokens to report there.
+    score_rows: [P], the sequence each scored position belongs to, ascending.
+    """
+
+    step: int
+    input_ids: Int64Array
+    positions: Int64Array
+    slots: Int64Array
+    query_starts: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    logit_indices: Int64Array
+    sample_rows: Int32Array
+    out_indices: Int64Array
+    params: tuple[SamplingParams, ...]
+    histories: tuple[History | None, ...]
+    score_targets: Int64Array
+    score_tops: Int64Array
+    score_rows: Int32Array
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.context_lens)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step produced.
+
+    token_ids: [S], the drawn tokens.
+    logprobs: [S], None where the sample asked for none.
+    scores: [P], the scored prompt positions in the plan's order.
+    forward_seconds, sample_seconds: time spent in the model and in the sampler.
+    """
+
+    token_ids: Int64Array
+    logprobs: tuple[TokenLogprobs | None, ...]
+    scores: tuple[TokenLogprobs, ...]
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0

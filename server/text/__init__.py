@@ -1,0 +1,1 @@
+"""Between text and tokens: the tokenizer, the incremental detokenizer and stop strings."""

@@ -1,0 +1,71 @@
+"""Writes the packed arrays of a `StepPlan` from the sequences chosen for a step and how many tokens each may compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from server.scheduler.request import Request
+from server.step import History, StepPlan
+
+
+def build_plan(step: int, scheduled: Sequence[tuple[Request, int]], block_size: int) -> StepPlan:
+    """Pack `scheduled`, pairs of a request and the number of its tokens to compute now, into one forward pass."""
+    counts = np.array([count for _, count in scheduled], dtype=np.int64)
+    starts = np.array([request.num_computed for request, _ in scheduled], dtype=np.int64)
+    query_starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_starts[1:])
+    sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
+    positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)
+
+    width = max(request.num_blocks for request, _ in scheduled)
+    block_tables = np.zeros((len(scheduled), width), dtype=np.int32)
+    for row, (request, _) in enumerate(scheduled):
+        block_tables[row, : request.num_blocks] = request.block_ids[: request.num_blocks]
+    blocks = block_tables[sequence_of_token, positions // block_size].astype(np.int64)
+
+    samples = [
+        (row, request)
+        for row, (request, count) in enumerate(scheduled)
+        if request.max_tokens > 0 and request.num_computed + count == request.num_tokens
+    ]
+    score_indices: list[int] = []
+    score_targets: list[int] = []
+    score_tops: list[int] = []
+    score_rows: list[int] = []
+    for row, (request, count) in enumerate(scheduled):
+        if request.prompt_logprobs is None:
+            continue
+        first = max(request.num_computed, request.num_scored)
+        last = min(request.num_computed + count, request.num_prompt - 1)
+        offset = int(query_starts[row]) - request.num_computed
+        for position in range(first, last):
+            score_indices.append(offset + position)
+            score_targets.append(int(request.token_ids[position + 1]))
+            score_tops.append(request.prompt_logprobs)
+            score_rows.append(row)
+
+    return StepPlan(
+        step=step,
+        input_ids=np.concatenate([r.token_ids[r.num_computed : r.num_computed + count] for r, count in scheduled]),
+        positions=positions,
+        slots=blocks * block_size + positions % block_size,
+        query_starts=query_starts.astype(np.int32),
+        context_lens=(starts + counts).astype(np.int32),
+        block_tables=block_tables,
+        logit_indices=np.array([query_starts[row + 1] - 1 for row, _ in samples] + score_indices, dtype=np.int64),
+        sample_rows=np.array([row for row, _ in samples], dtype=np.int32),
+        out_indices=np.array([request.num_outputs for _, request in samples], dtype=np.int64),
+        params=tuple(request.params for _, request in samples),
+        histories=tuple(_history(request) for _, request in samples),
+        score_targets=np.array(score_targets, dtype=np.int64),
+        score_tops=np.array(score_tops, dtype=np.int64),
+        score_rows=np.array(score_rows, dtype=np.int32),
+    )
+
+
+def _history(request: Request) -> History | None:
+    if not request.params.needs_history:
+        return None
+    return History(request.token_ids[: request.num_prompt], request.output_ids.copy())

@@ -1,0 +1,126 @@
+"""A sequence as the scheduler sees it: its tokens, how far they are computed, and the blocks it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+import numpy as np
+
+from server.kvpool.prefix import PrefixNode
+from server.step import Int32Array, Int64Array, SamplingParams
+
+
+class Status(Enum):
+    """WAITING in the queue (also after a preemption), RUNNING with blocks and a place in the batch, or FINISHED."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """One sequence to continue.
+
+    There are no phases: `num_computed` chases `num_tokens`. A request that still has prompt to compute and one that
+    decodes differ only in how far it is behind.
+
+    max_tokens: most tokens to generate; 0 computes the prompt only.
+    prompt_logprobs: None, or how many top tokens to report at each prompt position; such a request does not read the
+        prefix cache, since cached positions have no logits.
+    leader: a sibling with the same prompt which is to compute it first, so that this one finds it in the prefix cache.
+    """
+
+    __slots__ = (
+        "arrival", "block_ids", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached", "num_computed",
+        "num_preemptions", "num_prompt", "num_published", "num_scored", "num_tokens", "params", "priority",
+        "prompt_logprobs", "request_id", "salt", "status", "token_ids",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int,
+        *,
+        priority: int = 0,
+        salt: str = "",
+        prompt_logprobs: int | None = None,
+        leader: Request | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.params = params
+        self.max_tokens = max_tokens
+        self.priority = priority
+        self.salt = salt
+        self.prompt_logprobs = prompt_logprobs
+        self.leader = leader
+        self.arrival = -1  # set by the scheduler
+
+        self.num_prompt = len(prompt_ids)
+        self.num_tokens = self.num_prompt
+        self.token_ids: Int64Array = np.empty(self.num_prompt + max_tokens, dtype=np.int64)
+        self.token_ids[: self.num_prompt] = prompt_ids
+
+        self.status = Status.WAITING
+        self.num_computed = 0  # tokens whose K and V are in the pool
+        self.num_blocks = 0
+        self.block_ids: Int32Array = np.zeros(0, dtype=np.int32)  # the first num_blocks are valid
+        self.keys: list[bytes] = []  # prefix-cache keys of the full blocks of token_ids, as far as needed
+        self.node: PrefixNode | None = None  # the last published block of this sequence's chain
+        self.num_published = 0  # full blocks offered to the prefix cache
+        self.num_scored = 0  # prompt positions whose log-probability has been reported
+        self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
+        self.num_preemptions = 0
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who goes first, both in the queue and in the batch; whoever is last by it is preempted first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Most tokens this request ever has in the pool: the last one generated is never written."""
+        return self.num_prompt + max(0, self.max_tokens - 1)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more than the newest token is still to be computed."""
+        return self.num_computed < self.num_tokens - 1 or self.num_tokens == self.num_prompt
+
+    @property
+    def prompt_is_computed(self) -> bool:
+        return self.num_computed >= self.num_prompt
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether all prompt positions to be scored have been."""
+        return self.prompt_logprobs is None or self.num_scored >= self.num_prompt - 1
+
+    @property
+    def blocks(self) -> list[int]:
+        """Ids of the blocks it holds, in the order of its tokens."""
+        ids: list[int] = self.block_ids[: self.num_blocks].tolist()
+        return ids
+
+    @property
+    def output_ids(self) -> Int64Array:
+        return self.token_ids[self.num_prompt : self.num_tokens]
+
+    def append_blocks(self, blocks: Sequence[int]) -> None:
+        end = self.num_blocks + len(blocks)
+        if end > len(self.block_ids):
+            grown = np.zeros(max(end, 2 * len(self.block_ids)), dtype=np.int32)
+            grown[: self.num_blocks] = self.block_ids[: self.num_blocks]
+            self.block_ids = grown
+        self.block_ids[self.num_blocks : end] = blocks
+        self.num_blocks = end
+
+    def append_token(self, token_id: int) -> None:
+        self.token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1

@@ -1,0 +1,391 @@
+"""The scheduler: a state machine that plans one step at a time and is told what came of it.
+
+    add() abort()          between steps, or during one
+    plan() -> StepPlan     admits, picks tokens, takes blocks; preempts when blocks run out
+    commit(StepResult)     appends tokens, publishes and frees blocks, finishes requests
+
+It has no clock, no threads and no tensors, so the same calls always lead to the same state.
+
+Why everything finishes. A request is refused on arrival unless it fits the pool alone. Admission takes the blocks of
+the whole prompt, so two half-computed prompts cannot starve each other. When blocks run out, the last request by
+(priority, arrival) is preempted and goes back to its place at the front of the queue, so the first running request can
+always take what it needs from the others and each step computes at least one token of it.
+
+Why nobody stalls. Each step computes at most `max_num_batched_tokens` tokens. Decoding requests take theirs first, one
+each, so a long prompt delays them by no more than one such step; the rest, at least `block_size` tokens, goes to
+prompts in order, so decoding never starves a prompt.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+from typing import Literal
+
+from server.kvpool.blocks import BlockPool
+from server.kvpool.prefix import PrefixCache, PrefixNode
+from server.scheduler.plan import build_plan
+from server.scheduler.request import Request, Status
+from server.step import StepPlan, StepResult, TokenLogprobs
+
+WaitingReason = Literal["slots", "kv_blocks", "token_budget", "shared_prompt"]
+WAITING_REASONS: tuple[WaitingReason, ...] = ("slots", "kv_blocks", "token_budget", "shared_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The limits of the batch.
+
+    num_blocks: blocks of the pool, the trash block not counted.
+    max_num_batched_tokens: tokens one step may compute; at least `max_num_seqs + block_size`.
+    max_scored_tokens: prompt positions one step may score, which bounds the memory of their logits.
+    admission: "optimistic" admits while the prompt fits beside one block for each running request; "reserve" only while
+        every admitted request can also reach its `max_tokens`, so that nothing is ever preempted.
+    """
+
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_scored_tokens: int = 256
+    prefix_caching: bool = True
+    admission: Literal["optimistic", "reserve"] = "optimistic"
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs + self.block_size:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs + block_size")
+
+
+class NeverFits(Exception):
+    """The request needs more blocks than the whole pool has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a step did for one request.
+
+    token_id: the token it drew, None while its prompt is being computed.
+    scores: log-probabilities of prompt positions scored in this step, in order.
+    finish_reason: set with the last token.
+    """
+
+    request: Request
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    scores: tuple[TokenLogprobs, ...] = ()
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counts of the moment, and totals since the start."""
+
+    running: int
+    waiting: int
+    waiting_by_reason: dict[str, int]
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    preemptions: int
+    evicted_blocks: int
+    queried_tokens: int
+    hit_tokens: int
+    recomputed_tokens: int
+
+
+class Scheduler:
+    """Continuous batching over a paged pool. See the module's text for its guarantees."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.pool = BlockPool(config.num_blocks)
+        self.prefix_cache = PrefixCache(self.pool, config.block_size) if config.prefix_caching else None
+        self.running: list[Request] = []  # by order
+        self.waiting: list[Request] = []  # by order
+        self.admitted: list[Request] = []  # by the last plan, for the first time
+        self._in_flight: list[tuple[Request, int]] = []
+        self._arrivals = 0
+        self._steps = 0
+        self._blocked_by: WaitingReason = "token_budget"
+        self._preemptions = 0
+        self._queried_tokens = 0
+        self._hit_tokens = 0
+        self._recomputed_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of one sequence that the whole pool can hold."""
+        return self.config.num_blocks * self.config.block_size
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises NeverFits when it could not run even alone."""
+        if request.max_cached_tokens > self.capacity_tokens:
+            raise NeverFits(
+                f"the request may need {request.max_cached_tokens} tokens of KV cache, the pool has {self.capacity_tokens}"
+            )
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        insort(self.waiting, request, key=_order)
+
+    def abort(self, request: Request) -> None:
+        """End a request in any state; its blocks are free at once, or after the step that is computing it."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            if not any(request is flying for flying, _ in self._in_flight):
+                self._release(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
+
+    def plan(self) -> StepPlan | None:
+        """Choose what the next step computes; None when there is nothing to do. Every plan must be committed."""
+        if self._in_flight:
+            raise RuntimeError("the last plan has not been committed")
+        self.admitted = []
+        budget = self.config.max_num_batched_tokens
+        score_budget = self.config.max_scored_tokens
+        scheduled: list[tuple[Request, int]] = []
+        preempted = False
+
+        for request in [r for r in self.running if not r.is_prefilling]:
+            if request.status is not Status.RUNNING:
+                continue  # preempted for an earlier one in this loop
+            while not self._has_block_for_next_token(request):
+                victim = self.running[-1]
+                self._preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                scheduled.append((request, 1))
+                budget -= 1
+
+        for request in self.running:
+            if request.is_prefilling and budget:
+                count = self._chunk(request, budget, score_budget)
+                if count:
+                    scheduled.append((request, count))
+                    budget -= count
+                    score_budget -= 0 if request.is_scored else count
+
+        if preempted:
+            self._blocked_by = "kv_blocks"
+        else:
+            self._admit(scheduled, budget, score_budget)
+        if not scheduled:
+            return None
+        self._in_flight = scheduled
+        self._steps += 1
+        return build_plan(self._steps, scheduled, self.config.block_size)
+
+    def commit(self, result: StepResult, plan: StepPlan) -> list[Progress]:
+        """Record what the last plan produced. Requests aborted meanwhile give their blocks back and report nothing."""
+        in_flight, self._in_flight = self._in_flight, []
+        sampled = {int(row): index for index, row in enumerate(plan.sample_rows)}
+        scores: dict[int, list[TokenLogprobs]] = {}
+        for row, score in zip(plan.score_rows, result.scores, strict=True):
+            scores.setdefault(int(row), []).append(score)
+
+        progress: list[Progress] = []
+        for row, (request, count) in enumerate(in_flight):
+            if request.status is Status.FINISHED:
+                self._release(request)
+                continue
+            request.num_computed += count
+            self._publish(request)
+            scored = tuple(scores.get(row, ()))
+            request.num_scored += len(scored)
+            index = sampled.get(row)
+            if index is not None:
+                token_id = int(result.token_ids[index])
+                request.append_token(token_id)
+                finish_reason = self._finish_reason(request, token_id)
+                progress.append(Progress(request, token_id, result.logprobs[index], scored, finish_reason))
+            else:
+                prompt_only = request.max_tokens == 0 and request.prompt_is_computed
+                finish_reason = "length" if prompt_only else None
+                progress.append(Progress(request, scores=scored, finish_reason=finish_reason))
+            if finish_reason is not None:
+                self.abort(request)
+        return progress
+
+    def stats(self) -> SchedulerStats:
+        shared = sum(self._awaits_leader(request) for request in self.waiting)
+        by_reason: dict[str, int] = dict.fromkeys(WAITING_REASONS, 0)
+        by_reason["shared_prompt"] = shared
+        by_reason[self._blocked_by] += len(self.waiting) - shared
+        return SchedulerStats(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            waiting_by_reason=by_reason,
+            blocks_used=self.pool.num_used,
+            blocks_cached=self.pool.num_cached,
+            blocks_free=self.pool.num_free,
+            preemptions=self._preemptions,
+            evicted_blocks=self.pool.num_evictions,
+            queried_tokens=self._queried_tokens,
+            hit_tokens=self._hit_tokens,
+            recomputed_tokens=self._recomputed_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Check the pool, the prefix cache and the lists; raises AssertionError. May be called at any time."""
+        aborted = [request for request, _ in self._in_flight if request.status is Status.FINISHED]
+        self.pool.check_integrity(request.blocks for request in (*self.running, *aborted))
+        if self.prefix_cache is not None:
+            self.prefix_cache.check_integrity()
+        assert len(self.running) <= self.config.max_num_seqs, "more requests run than may"
+        for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
+            assert all(request.status is status for request in queue), f"a request in the wrong list: {status}"
+            assert queue == sorted(queue, key=_order), "a list is out of order"
+        for request in self.running:
+            covered = request.num_blocks * self.config.block_size
+            assert request.num_computed <= covered, "tokens were computed into blocks it does not hold"
+            assert request.num_computed <= request.num_tokens
+        for request in self.waiting:
+            assert request.num_blocks == 0 and request.num_computed == 0, "a waiting request holds blocks"
+
+    def _has_block_for_next_token(self, request: Request) -> bool:
+        """Make sure the next token of a decoding request has a slot; False when no block is left."""
+        if request.num_computed < request.num_blocks * self.config.block_size:
+            return True
+        if not self.pool.num_available:
+            return False
+        last = int(request.block_ids[request.num_blocks - 1])
+        request.append_blocks(self.pool.allocate(1, after=last))
+        return True
+
+    def _chunk(self, request: Request, budget: int, score_budget: int) -> int:
+        """How many tokens of a prompt to compute now."""
+        count = min(request.num_tokens - request.num_computed, budget)
+        if not request.is_scored:
+            count = min(count, score_budget)
+        return count
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's blocks and put it back to its place in the queue; its tokens are computed again."""
+        self.running.remove(request)
+        self._recomputed_tokens += request.num_computed
+        self._release(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self._preemptions += 1
+        insort(self.waiting, request, key=_order)
+
+    def _admit(self, scheduled: list[tuple[Request, int]], budget: int, score_budget: int) -> None:
+        """Move requests from the queue into the batch, in order, until one does not fit."""
+        for request in list(self.waiting):
+            if len(self.running) >= self.config.max_num_seqs:
+                self._blocked_by = "slots"
+                return
+            if not budget:
+                self._blocked_by = "token_budget"
+                return
+            if self._awaits_leader(request):
+                continue
+            if not self._take_blocks(request):
+                self._blocked_by = "kv_blocks"
+                return
+            count = self._chunk(request, budget, score_budget)
+            if count:
+                scheduled.append((request, count))
+                budget -= count
+                score_budget -= 0 if request.is_scored else count
+
+    def _awaits_leader(self, request: Request) -> bool:
+        """Whether a sibling is about to compute, into the prefix cache, the prompt this request shares with it."""
+        leader = request.leader
+        return (
+            self.prefix_cache is not None
+            and leader is not None
+            and leader.status is not Status.FINISHED
+            and not leader.prompt_is_computed
+            and request.num_outputs == 0
+            and request.is_scored
+        )
+
+    def _take_blocks(self, request: Request) -> bool:
+        """Admit the request if its blocks are there: those of all its tokens, less what the prefix cache holds."""
+        chain = self._match(request)
+        hits = [node.block for node in chain]
+        tokens = min(request.num_tokens + 1, request.max_cached_tokens)
+        needed = self._blocks_for(tokens) - len(hits)
+        available = self.pool.num_available - sum(self.pool.is_cached(block) for block in hits)
+        if self.config.admission == "reserve":
+            wanted = self._blocks_for(request.max_cached_tokens) - len(hits) + self._outstanding_blocks()
+        else:
+            wanted = needed + len(self.running)
+        if wanted > available:
+            return False
+
+        self.waiting.remove(request)
+        self.pool.acquire(hits)  # before allocating, which might otherwise evict them
+        request.append_blocks(hits)
+        request.append_blocks(self.pool.allocate(needed, after=hits[-1] if hits else None))
+        request.num_computed = len(hits) * self.config.block_size
+        request.num_published = len(hits)
+        request.node = chain[-1] if chain else None
+        request.status = Status.RUNNING
+        insort(self.running, request, key=_order)
+        if request.num_preemptions == 0:
+            request.num_cached = request.num_computed
+            self._queried_tokens += request.num_prompt if self.prefix_cache is not None else 0
+            self._hit_tokens += request.num_cached
+            self.admitted.append(request)
+        else:
+            self._recomputed_tokens -= request.num_computed
+        return True
+
+    def _match(self, request: Request) -> list[PrefixNode]:
+        if self.prefix_cache is None or not request.is_scored:
+            return []
+        tokens = request.token_ids[: request.num_tokens]
+        self.prefix_cache.extend_keys(request.keys, tokens, request.salt)
+        return self.prefix_cache.match(request.keys, tokens, request.salt)
+
+    def _outstanding_blocks(self) -> int:
+        """Blocks the running requests may still ask for."""
+        return sum(self._blocks_for(request.max_cached_tokens) - request.num_blocks for request in self.running)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.config.block_size)
+
+    def _publish(self, request: Request) -> None:
+        """Offer the blocks that are full of computed tokens to the prefix cache."""
+        cache = self.prefix_cache
+        size = self.config.block_size
+        full = request.num_computed // size
+        if cache is None or request.num_published >= full:
+            return
+        cache.extend_keys(request.keys, request.token_ids[: full * size], request.salt)
+        while request.num_published < full:
+            index = request.num_published
+            tokens = request.token_ids[index * size : (index + 1) * size]
+            block = int(request.block_ids[index])
+            node = cache.publish(request.node, request.keys[index], request.salt, tokens, block)
+            if node is None:
+                request.num_published = self._blocks_for(len(request.token_ids))  # a key collided: publish no more
+                return
+            request.node = node
+            request.num_published += 1
+
+    def _finish_reason(self, request: Request, token_id: int) -> Literal["stop", "length"] | None:
+        if token_id in request.params.stop_token_ids:
+            return "stop"
+        return "length" if request.num_outputs == request.max_tokens else None
+
+    def _release(self, request: Request) -> None:
+        """Give all blocks of a request back."""
+        self.pool.release(request.blocks)
+        request.num_blocks = 0
+        request.num_computed = 0
+        request.num_published = 0
+        request.node = None
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order

@@ -1,0 +1,254 @@
+"""Every option of `sluice serve`, defined once: a flag, an environment variable and a key of a config file.
+
+`server.flags` reads the flags and the file and words the errors. Everything is checked before a model is looked at:
+neither module imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
+ENV_PREFIX = "SLUICE_"
+
+_UNITS = {"": 1, "B": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("", 2**10), ("I", 2**10), ("IB", 2**10), ("B", 10**3))
+}
+_AUTO_SEQS = {"cpu": 32, "cuda": 256}
+_AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
+
+
+def parse_size(value: object) -> object:
+    """Turn '8GiB', '512 MB' or '1.5g' into bytes; anything that is not text passes unchanged.
+
+    K, Ki, KiB (and so on) are powers of 1024, KB of 1000. Raises ValueError where the text is no size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None:
+        raise ValueError(f"{value!r} is no size")
+    unit = match[2].upper()
+    if unit not in _UNITS:
+        raise ValueError(f"{match[2]!r} is no unit of size")
+    return int(float(match[1]) * _UNITS[unit]) if "." in match[1] else int(match[1]) * _UNITS[unit]
+
+
+def _split_names(value: object) -> object:
+    """Names come as one comma-separated text from a variable or a file, as a list from flags."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list):
+        return value
+    return [part.strip() for item in values for part in (item.split(",") if isinstance(item, str) else [item])]
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_split_names)]
+
+
+def _option(
+    group: str, default: Any, text: str, *, shown: str | None = None, expects: str | None = None, **constraints: Any
+) -> Any:
+    """A field with what its help and its errors say. `shown` words the default, `expects` what is possible."""
+    extra: JsonDict = {"group": group, "shown": shown, "expects": expects}
+    return Field(default, description=text, json_schema_extra=extra, **constraints)
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How much one step may hold: `max_num_seqs` sequences, `max_num_batched_tokens` tokens in all."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+class Environment(EnvSettingsSource):
+    """Variables `SLUICE_...`, without those that Kubernetes sets for a Service that is itself named sluice."""
+
+    def __call__(self) -> dict[str, Any]:
+        values = super().__call__()
+        if re.match(r"\w+://", str(values.get("port", ""))):
+            del values["port"]
+        return values
+
+
+class ServeSettings(BaseSettings):
+    """The options of a server, checked. Attribute `max_num_seqs` is `--max-num-seqs`, `SLUICE_MAX_NUM_SEQS` and
+    `max_num_seqs` in a config file. Immutable.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, protected_namespaces=()
+    )
+
+    model: str | None = _option(
+        "Model",
+        None,
+        "Hugging Face id, local directory or .gguf file",
+        shown=f"the embedded {EMBEDDED_MODEL}",
+        expects="a Hugging Face id, a directory or a .gguf file",
+        min_length=1,
+    )
+    served_model_name: Names = _option(
+        "Model",
+        [],
+        "names under which clients ask for the model",
+        shown="the model as given",
+        expects="one or more names, none of them empty",
+    )
+    revision: str | None = _option(
+        "Model",
+        None,
+        "branch, tag or commit on the Hugging Face hub",
+        shown="the default branch",
+        expects="a branch, tag or commit",
+        min_length=1,
+    )
+    trust_remote_code: bool = _option("Model", False, "run model code that comes with the checkpoint")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
+        "Model", "auto", "type of weights and cache; auto is float32 on a CPU and the checkpoint's own on a GPU"
+    )
+    max_model_len: int | None = _option(
+        "Model", None, "most tokens, prompt and output, of one request", shown="the model's own limit", ge=1
+    )
+
+    device: str = _option(
+        "Device and memory",
+        "auto",
+        "where the model runs; auto takes a GPU where there is one",
+        expects="auto, cpu, cuda or cuda:N",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+    )
+    attention_backend: Literal["auto", "reference", "cpu"] = _option(
+        "Device and memory", "auto", "how attention over the cache is computed"
+    )
+    gpu_memory_utilization: float = _option(
+        "Device and memory",
+        0.9,
+        "share of the GPU memory left after weights and the largest step that the cache takes",
+        gt=0,
+        le=1,
+        allow_inf_nan=False,
+    )
+    kv_bytes: Size | None = _option(
+        "Device and memory",
+        None,
+        "exact size of the cache in bytes, or as 512MiB or 8GiB",
+        shown="from the memory there is",
+        expects="a size of at least 1 byte, such as 536870912, 512MiB or 8GiB",
+        ge=1,
+    )
+    kv_blocks: int | None = _option(
+        "Device and memory",
+        None,
+        "exact number of cache blocks, the one kept for padding included",
+        shown="from the memory there is",
+        ge=2,
+    )
+    block_size: int = _option("Device and memory", 16, "tokens a cache block holds", ge=1, le=1024)
+    enable_prefix_caching: bool = _option(
+        "Device and memory", True, "keep the cache of finished requests for prompts that begin the same"
+    )
+
+    max_num_seqs: int | None = _option(
+        "Scheduling", None, "most requests computed together", shown="32 on a CPU, 256 on a GPU", ge=1, le=65536
+    )
+    max_num_batched_tokens: int | None = _option(
+        "Scheduling",
+        None,
+        "most tokens in one step; at least max-num-seqs + block-size",
+        shown="512 on a CPU, 4096 on a GPU",
+        ge=2,
+        le=2**20,
+    )
+    max_queued_requests: int = _option(
+        "Scheduling", 256, "requests that may wait; one more is answered with 429", ge=1, le=10**6
+    )
+    admission: Literal["optimistic", "reserve"] = _option(
+        "Scheduling",
+        "optimistic",
+        "blocks a request needs to start: those of its prompt (optimistic) or of its longest answer too (reserve)",
+    )
+    seed: int | None = _option(
+        "Scheduling",
+        None,
+        "base of the seeds of requests that bring none",
+        shown="a new one each start",
+        ge=-(2**63),
+        le=2**63 - 1,
+    )
+
+    host: str = _option("Server", "127.0.0.1", "address to listen on", expects="a host name or address", min_length=1)
+    port: int = _option("Server", 8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    shutdown_timeout: float = _option(
+        "Server", 30.0, "seconds that running requests get to finish at shutdown", ge=0, le=86400, allow_inf_nan=False
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _option("Server", "info", "least severity that is logged")
+    log_format: Literal["text", "json"] = _option("Server", "text", "lines for people, or one JSON object a line")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, Environment(settings_cls)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """pydantic takes true for 1; a file that says `port: yes` is mistaken, not asking for port 1."""
+        assert info.field_name is not None
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("a truth value is no number")
+        return value
+
+    @model_validator(mode="after")
+    def _check_together(self) -> ServeSettings:
+        if self.kv_bytes is not None and self.kv_blocks is not None:
+            raise PydanticCustomError(
+                "together", "--kv-bytes and --kv-blocks both fix the size of the cache: give one of them"
+            )
+        tokens = self.max_num_batched_tokens
+        if tokens is not None and tokens < (least := (self.max_num_seqs or 1) + self.block_size):
+            parts = "--block-size + 1" if self.max_num_seqs is None else "--max-num-seqs + --block-size"
+            raise PydanticCustomError(
+                "together",
+                "--max-num-batched-tokens is {tokens}, but must be at least {least} ({parts}), so that a prompt "
+                "advances while every other request decodes: raise it, or lower one of the others",
+                {"tokens": tokens, "least": least, "parts": parts},
+            )
+        return self
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """The names clients use, the first of them in answers."""
+        return tuple(self.served_model_name) or (self.model or EMBEDDED_MODEL,)
+
+    def step_limits(self, device_type: str) -> StepLimits:
+        """The limits of a step on a device of type "cpu" or "cuda", where "auto" has become a number.
+
+        What the operator gave is kept; what is left to us adapts to it, so that the two always fit together.
+        """
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is None:
+            seqs = _AUTO_SEQS[device_type] if tokens is None else min(_AUTO_SEQS[device_type], tokens - self.block_size)
+        return StepLimits(seqs, tokens or max(_AUTO_TOKENS[device_type], seqs + self.block_size))

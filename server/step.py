@@ -84,6 +84,7 @@ class StepPlan:
     score_targets: [P], the prompt token whose log-probability is wanted at each scored position.
     score_tops: [P], how many of the most likely tokens to report there.
     score_rows: [P], the sequence each scored position belongs to, ascending.
+    num_decodes: how many sequences, the first ones, compute only their newest token; the others compute prompt.
     """
 
     step: int
@@ -101,6 +102,7 @@ class StepPlan:
     score_targets: Int64Array
     score_tops: Int64Array
     score_rows: Int32Array
+    num_decodes: int = 0
 
     @property
     def num_tokens(self) -> int:

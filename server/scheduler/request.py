@@ -32,7 +32,7 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "block_ids", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached", "num_computed",
+        "arrival", "block_ids", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached", "num_computed", "num_lost",
         "num_preemptions", "num_prompt", "num_published", "num_scored", "num_tokens", "params", "priority",
         "prompt_logprobs", "request_id", "salt", "status", "token_ids",
     )  # fmt: skip
@@ -73,6 +73,7 @@ class Request:
         self.num_scored = 0  # prompt positions whose log-probability has been reported
         self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.num_preemptions = 0
+        self.num_lost = 0  # tokens that were computed when it was last preempted
 
     @property
     def order(self) -> tuple[int, int]:

@@ -78,7 +78,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """Counts of the moment, and totals since the start."""
+    """Counts of the moment, and totals since the start.
+
+    recomputed_tokens: tokens that a preempted request had computed and had to compute again.
+    """
 
     running: int
     waiting: int
@@ -269,7 +272,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a running request's blocks and put it back to its place in the queue; its tokens are computed again."""
         self.running.remove(request)
-        self._recomputed_tokens += request.num_computed
+        request.num_lost = request.num_computed
         self._release(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
@@ -337,7 +340,7 @@ class Scheduler:
             self._hit_tokens += request.num_cached
             self.admitted.append(request)
         else:
-            self._recomputed_tokens -= request.num_computed
+            self._recomputed_tokens += max(0, request.num_lost - request.num_computed)
         return True
 
     def _match(self, request: Request) -> list[PrefixNode]:

@@ -144,6 +144,19 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
+    def preempt(self, request: Request) -> None:
+        """Take a running request's blocks and put it back to its place in the queue; its tokens are computed again.
+
+        Not while a step is computing it.
+        """
+        self.running.remove(request)
+        request.num_lost = request.num_computed
+        self._release(request)
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self._preemptions += 1
+        insort(self.waiting, request, key=_order)
+
     def plan(self) -> StepPlan | None:
         """Choose what the next step computes; None when there is nothing to do. Every plan must be committed."""
         if self._in_flight:
@@ -159,7 +172,7 @@ class Scheduler:
                 continue  # preempted for an earlier one in this loop
             while not self._has_block_for_next_token(request):
                 victim = self.running[-1]
-                self._preempt(victim)
+                self.preempt(victim)
                 preempted = True
                 if victim is request:
                     break
@@ -268,16 +281,6 @@ class Scheduler:
         if not request.is_scored:
             count = min(count, score_budget)
         return count
-
-    def _preempt(self, request: Request) -> None:
-        """Take a running request's blocks and put it back to its place in the queue; its tokens are computed again."""
-        self.running.remove(request)
-        request.num_lost = request.num_computed
-        self._release(request)
-        request.status = Status.WAITING
-        request.num_preemptions += 1
-        self._preemptions += 1
-        insort(self.waiting, request, key=_order)
 
     def _admit(self, scheduled: list[tuple[Request, int]], budget: int, score_budget: int) -> None:
         """Move requests from the queue into the batch, in order, until one does not fit."""

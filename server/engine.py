@@ -1,0 +1,449 @@
+"""The engine: takes requests from any number of callers and runs them as one batch, step by step.
+
+Two threads beside the caller's own loop:
+
+    sluice-engine   an asyncio loop: take in what callers sent, plan, hand the plan over, commit, make text, deliver
+    sluice-device   runs the planned step on the model's device, so that the loop stays free meanwhile
+
+The scheduler's state is touched by the engine's loop alone and has no locks. Callers and engine exchange batches: each
+step begins by emptying the inbox and ends with one call into the callers' loop that delivers all its outputs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from server.config import ServeSettings
+from server.generation import (
+    EngineStatus,
+    EngineUnavailable,
+    GenerationFailed,
+    GenerationRequest,
+    ModelCard,
+    Output,
+    Phase,
+    QueueFull,
+    RequestTooLong,
+)
+from server.metrics import AbortCause, FinishedReport, Metrics, PoolReport, StepReport
+from server.scheduler.request import Request
+from server.scheduler.scheduler import Progress, Scheduler
+from server.session import Session
+from server.step import StepPlan, StepResult
+from server.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from server.startup import Started
+
+logger = logging.getLogger(__name__)
+
+IDLE_REPORT_SECONDS = 1.0
+MAX_RETRY_AFTER_SECONDS = 60
+
+
+class GenerationStream(AsyncIterator[Output]):
+    """The outputs of one request, in order; ends after the one with a finish_reason.
+
+    A reader slower than the engine gets fewer, larger outputs. Used on the loop that called `submit`.
+    """
+
+    def __init__(self, request_id: str, abort: Callable[[str, AbortCause], None]) -> None:
+        self.request_id = request_id
+        self._abort = abort
+        self._outputs: list[Output] = []
+        self._failure: Exception | None = None
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    async def __anext__(self) -> Output:
+        if self._ended and not self._outputs and self._failure is None:
+            raise StopAsyncIteration
+        while not self._outputs:
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+        outputs, self._outputs = self._outputs, []
+        return outputs[0] if len(outputs) == 1 else _join(outputs)
+
+    def close(self, cause: AbortCause = "disconnect") -> None:
+        """Nobody reads any more: end the request and free its blocks. Does nothing when it is over."""
+        if not self._ended:
+            self._ended = True
+            self._abort(self.request_id, cause)
+
+    def deliver(self, output: Output | Exception) -> None:
+        """Called on the reader's loop by the engine."""
+        if isinstance(output, Exception):
+            self._failure = output
+            self._ended = True
+        else:
+            self._outputs.append(output)
+            self._ended = self._ended or output.finish_reason is not None
+        self._changed.set()
+
+
+def _join(outputs: list[Output]) -> Output:
+    last = outputs[-1]
+    return replace(
+        last,
+        text="".join(output.text for output in outputs),
+        tokens=tuple(token for output in outputs for token in output.tokens),
+        prompt_logprobs=outputs[0].prompt_logprobs,
+    )
+
+
+class AsyncEngine:
+    """The facade HTTP sees. Everything public is called on one asyncio loop, the one that called `start`."""
+
+    def __init__(self, settings: ServeSettings, metrics: Metrics) -> None:
+        self.settings = settings
+        self.metrics = metrics
+        self.model: ModelCard | None = None
+        self.tokenizer: Tokenizer | None = None
+        self._phase = Phase.LOADING
+        self._detail = "starting"
+        self._open: dict[str, GenerationStream] = {}
+        self._max_open = 0
+        self._mean_seconds = 1.0  # of finished requests, for Retry-After
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._thread = threading.Thread(target=self._main, name="sluice-engine", daemon=True)
+        self._caller_loop: asyncio.AbstractEventLoop | None = None
+        self._engine_loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._idle = asyncio.Event()
+        # Below: the engine's thread alone.
+        self._started: Started | None = None
+        self._sessions: dict[str, Session] = {}
+        self._device = ThreadPoolExecutor(1, thread_name_prefix="sluice-device")
+        self._outbox: list[tuple[str, Output | Exception]] = []
+        self._recomputed_tokens = 0
+
+    # Callers' side
+
+    @property
+    def status(self) -> EngineStatus:
+        scheduler = self._started.scheduler if self._started is not None else None
+        running = len(scheduler.running) if scheduler is not None else 0
+        return EngineStatus(self._phase, self._detail, running, max(0, len(self._open) - running))
+
+    async def start(self) -> None:
+        """Begin to load; returns at once. `status` tells how far it is."""
+        self._caller_loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest) -> GenerationStream:
+        """Queue a request.
+
+        Raises EngineUnavailable, QueueFull or RequestTooLong; after it has returned, failures come from the stream.
+        """
+        if self._phase is not Phase.READY:
+            raise EngineUnavailable(self._unavailable_message(), self._phase, retry_after=5)
+        assert self.model is not None
+        length = len(request.prompt_ids) + request.max_tokens
+        if length > self.model.max_model_len:
+            raise RequestTooLong(
+                f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} more are {length}, "
+                f"the limit is {self.model.max_model_len} ({self.model.limited_by})"
+            )
+        if len(self._open) >= self._max_open:
+            raise QueueFull(
+                f"{len(self._open)} requests are open, as many as --max-num-seqs and --max-queued-requests allow",
+                self._retry_after(),
+            )
+        if request.request_id in self._open:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        stream = GenerationStream(request.request_id, self.abort)
+        self._open[request.request_id] = stream
+        arrived = time.monotonic()
+        self._post(lambda: self._take_in(request, arrived))
+        return stream
+
+    def abort(self, request_id: str, cause: AbortCause) -> None:
+        """End an open request; unknown ids, and those just finished, are ignored."""
+        self._post(lambda: self._cut_off(request_id, cause))
+
+    async def drain(self, timeout: float) -> bool:
+        """Refuse new requests and let the open ones finish; abort those that have not after `timeout` seconds.
+
+        Returns whether all finished by themselves.
+        """
+        if self._phase in (Phase.READY, Phase.LOADING):
+            self._set_phase(Phase.DRAINING, "shutting down")
+        try:
+            await asyncio.wait_for(self._until_idle(), timeout)
+        except TimeoutError:
+            for request_id in list(self._open):
+                self.abort(request_id, "shutdown")
+            await self._until_idle()
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """End the engine's threads. Open requests should have been drained."""
+        self._stopping = True
+        self._post(lambda: None)
+        if self._phase is not Phase.LOADING and self._engine_loop is not None:
+            await asyncio.to_thread(self._thread.join)
+            self._device.shutdown()
+
+    def _retry_after(self) -> int:
+        """Seconds until a place in the queue is likely: the time the batch takes to finish one request."""
+        assert self._started is not None
+        seconds = self._mean_seconds / self._started.scheduler.config.max_num_seqs
+        return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(seconds)))
+
+    def _unavailable_message(self) -> str:
+        match self._phase:
+            case Phase.LOADING:
+                return f"the model is loading: {self._detail}"
+            case Phase.DRAINING:
+                return "the server is shutting down"
+            case _:
+                return f"the engine has failed: {self._detail}"
+
+    async def _until_idle(self) -> None:
+        while self._open:
+            self._idle.clear()
+            await self._idle.wait()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Have the engine's thread run `command` before its next step."""
+        self._inbox.append(command)
+        loop = self._engine_loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._wake.set)
+            except RuntimeError:
+                logger.debug("the engine's loop has ended")
+
+    def _deliver(self, batch: list[tuple[str, Output | Exception]]) -> None:
+        for request_id, output in batch:
+            stream = self._open.get(request_id)
+            if stream is None:
+                continue
+            stream.deliver(output)
+            if isinstance(output, Exception) or output.finish_reason is not None:
+                del self._open[request_id]
+        if not self._open:
+            self._idle.set()
+
+    # The engine's thread
+
+    def _main(self) -> None:
+        try:
+            self._load()
+            asyncio.run(self._run())
+        except Exception as error:
+            logger.exception("the engine has failed")
+            self._die(f"{type(error).__name__}: {error}")
+
+    def _load(self) -> None:
+        from server.startup import start_up  # imports torch, which takes seconds: not before the port answers
+
+        self._started = start_up(self.settings, self.metrics, self._device, self._report_loading)
+        self.model = self._started.card
+        self.tokenizer = self._started.tokenizer
+        self._max_open = self._started.scheduler.config.max_num_seqs + self.settings.max_queued_requests
+
+    def _report_loading(self, phase: str, fraction: float) -> None:
+        self._detail = f"{phase} ({fraction:.0%})"
+
+    def _set_phase(self, phase: Phase, detail: str) -> None:
+        self._phase, self._detail = phase, detail
+        self.metrics.state(phase)
+
+    async def _run(self) -> None:
+        started = self._started
+        assert started is not None
+        scheduler = started.scheduler
+        self._engine_loop = asyncio.get_running_loop()
+        if self._phase is Phase.LOADING:
+            self._set_phase(Phase.READY, "")
+        while not self._stopping:
+            begun = time.monotonic()
+            self._wake.clear()
+            while self._inbox:
+                self._inbox.popleft()()
+            plan = scheduler.plan()
+            if plan is None:
+                self._report_pool(scheduler)
+                self._flush()
+                await self._wait_for_work()
+                continue
+            now = time.monotonic()
+            for sequence in scheduler.admitted:
+                self._sessions[sequence.request_id].admitted = now
+            result = await self._engine_loop.run_in_executor(self._device, started.runner.run, plan)
+            self._finish_step(scheduler, plan, result, begun, now)
+
+    async def _wait_for_work(self) -> None:
+        """Wait for the inbox, telling the metrics about the time in parts."""
+        while not self._inbox:
+            since = time.monotonic()
+            try:
+                await asyncio.wait_for(self._wake.wait(), IDLE_REPORT_SECONDS)
+            except TimeoutError:
+                continue
+            finally:
+                self.metrics.idle(time.monotonic() - since)
+            return
+
+    def _finish_step(
+        self, scheduler: Scheduler, plan: StepPlan, result: StepResult, begun: float, planned: float
+    ) -> None:
+        computed = time.monotonic()
+        progress = scheduler.commit(result, plan)
+        committed = time.monotonic()
+        released = 0
+        for item in progress:
+            released += self._advance(scheduler, item, committed)
+        if released:
+            self.metrics.generated(released)
+        self._report_pool(scheduler)
+        self._flush()
+        now = time.monotonic()
+        self.metrics.step(
+            StepReport(
+                prefill_requests=plan.num_sequences - plan.num_decodes,
+                prefill_tokens=plan.num_tokens - plan.num_decodes,
+                decode_requests=plan.num_decodes,
+                decode_tokens=plan.num_decodes,
+                duration_seconds=now - begun,
+                schedule_seconds=planned - begun + committed - computed,
+                forward_seconds=result.forward_seconds,
+                sample_seconds=result.sample_seconds,
+                detokenize_seconds=now - committed,
+            )
+        )
+
+    def _advance(self, scheduler: Scheduler, progress: Progress, now: float) -> int:
+        """Make and send the output of one request's progress; returns how many tokens became certain."""
+        assert self._started is not None
+        session = self._sessions[progress.request.request_id]
+        if not session.prompt_counted and progress.request.prompt_is_computed:
+            session.prompt_counted = True
+            if session.request.leader is None:  # siblings share one prompt, which usage counts once
+                self.metrics.prompt_computed(progress.request.num_prompt, progress.request.num_cached)
+        if progress.token_id is not None:
+            if session.first_token is None:
+                session.first_token = now
+                self.metrics.first_token(now - session.arrived)
+            else:
+                assert session.last_token is not None
+                self.metrics.inter_token(now - session.last_token)
+            session.last_token = now
+        output = session.advance(progress, self._started.tokenizer, self._started.card.eos_token_ids)
+        if output is None:
+            return 0
+        self._outbox.append((session.request.request_id, output))
+        if output.finish_reason is not None:
+            if progress.finish_reason is None:
+                scheduler.abort(progress.request)  # a stop string, which the scheduler does not know of
+            self._close(session, output.finish_reason, None, now)
+        return len(output.tokens)
+
+    def _take_in(self, request: GenerationRequest, arrived: float) -> None:
+        assert self._started is not None
+        leader = self._sessions.get(request.leader) if request.leader is not None else None
+        sequence = Request(
+            request.request_id,
+            request.prompt_ids,
+            request.params,
+            request.max_tokens,
+            priority=request.priority,
+            salt=request.cache_salt,
+            prompt_logprobs=request.prompt_logprobs,
+            leader=leader.sequence if leader is not None else None,
+        )
+        self._sessions[request.request_id] = Session(request, sequence, arrived)
+        self._started.scheduler.add(sequence)
+
+    def _cut_off(self, request_id: str, cause: AbortCause) -> None:
+        assert self._started is not None
+        session = self._sessions.get(request_id)
+        if session is None:
+            return
+        sequence = session.sequence
+        in_vain = session.num_held if session.first_token is not None else sequence.num_computed - sequence.num_cached
+        self.metrics.discarded("disconnect" if cause == "disconnect" else "abort", max(0, in_vain))
+        self._started.scheduler.abort(sequence)
+        self._outbox.append((request_id, session.cut_off()))
+        self._close(session, "abort", cause, time.monotonic())
+
+    def _close(self, session: Session, finish_reason: str, cause: AbortCause | None, now: float) -> None:
+        """Forget a request that is over and report it."""
+        del self._sessions[session.request.request_id]
+        total = now - session.arrived
+        self._mean_seconds += 0.1 * (total - self._mean_seconds)
+        usage = session.usage
+        self.metrics.finished(
+            FinishedReport(
+                endpoint=session.request.endpoint,
+                finish_reason=finish_reason,
+                abort_cause=cause,
+                prompt_tokens=usage.prompt_tokens,
+                cached_tokens=usage.cached_tokens,
+                generation_tokens=usage.completion_tokens,
+                queue_seconds=_between(session.arrived, session.admitted),
+                prefill_seconds=_between(session.admitted, session.first_token),
+                decode_seconds=_between(session.first_token, session.last_token),
+                total_seconds=total,
+            )
+        )
+
+    def _report_pool(self, scheduler: Scheduler) -> None:
+        stats = scheduler.stats()
+        if stats.recomputed_tokens > self._recomputed_tokens:
+            self.metrics.discarded("preemption", stats.recomputed_tokens - self._recomputed_tokens)
+            self._recomputed_tokens = stats.recomputed_tokens
+        self.metrics.pool(
+            PoolReport(
+                running=stats.running,
+                used_blocks=stats.blocks_used,
+                cached_blocks=stats.blocks_cached,
+                free_blocks=stats.blocks_free,
+                waiting=stats.waiting_by_reason,
+                evicted_blocks=stats.evicted_blocks,
+                preemptions=stats.preemptions,
+                queried_tokens=stats.queried_tokens,
+                hit_tokens=stats.hit_tokens,
+            )
+        )
+
+    def _flush(self) -> None:
+        """Send the outputs of this step to the callers' loop, all in one call."""
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            assert self._caller_loop is not None
+            self._caller_loop.call_soon_threadsafe(self._deliver, batch)
+
+    def _die(self, detail: str) -> None:
+        """Fail every open request; the server stays up to say so."""
+        self._set_phase(Phase.DEAD, detail)
+        while self._inbox:
+            self._inbox.popleft()()  # requests sent meanwhile fail with the others
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            self._close(session, "error", None, now)
+        self.metrics.pool(PoolReport(running=0, used_blocks=0, cached_blocks=0, free_blocks=0))
+        failure = GenerationFailed(f"the engine has failed: {detail}")
+        assert self._caller_loop is not None
+        self._caller_loop.call_soon_threadsafe(self._fail_all, failure)
+
+    def _fail_all(self, failure: GenerationFailed) -> None:
+        self._deliver([(request_id, failure) for request_id in list(self._open)])
+
+
+def _between(earlier: float | None, later: float | None) -> float | None:
+    return None if earlier is None or later is None else later - earlier

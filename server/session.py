@@ -1,0 +1,109 @@
+"""One open request inside the engine: its text so far, its times, and the outputs it owes its caller."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from server.generation import GenerationRequest, Output, OutputToken, Usage
+from server.scheduler.request import Request
+from server.scheduler.scheduler import Progress
+from server.step import TokenLogprobs
+from server.text.stream import Delta, TextStream
+from server.text.tokenizer import Tokenizer
+
+
+class Session:
+    """Turns the scheduler's progress on a request into outputs. Touched by the engine's thread alone.
+
+    All times are readings of one monotonic clock, in seconds; None for what has not happened.
+    """
+
+    def __init__(self, request: GenerationRequest, sequence: Request, arrived: float) -> None:
+        self.request = request
+        self.sequence = sequence
+        self.arrived = arrived
+        self.admitted: float | None = None
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.prompt_counted = False
+        self._text: TextStream | None = None
+        self._held: deque[tuple[int, TokenLogprobs | None]] = deque()  # tokens whose text is not certain yet
+        self._num_released = 0
+        self._scores: list[TokenLogprobs | None] = [None]  # the first prompt token follows nothing
+
+    @property
+    def num_held(self) -> int:
+        """Tokens generated but not delivered."""
+        return len(self._held)
+
+    def advance(self, progress: Progress, tokenizer: Tokenizer, eos_token_ids: frozenset[int]) -> Output | None:
+        """What a step made certain, or None when it is nothing yet.
+
+        An output with a finish_reason is the last one; the caller then ends the request if the scheduler has not.
+        """
+        self._scores.extend(progress.scores)
+        if progress.token_id is None:
+            return self._output(Delta("", 0, None), "length", None) if progress.finish_reason else None
+
+        text = self._text_stream(tokenizer)
+        self._held.append((progress.token_id, progress.logprobs))
+        if progress.finish_reason == "stop" and not self.request.include_stop_str:
+            stop_token = self._held.pop()
+            delta = text.finish()
+            if delta.stop is not None:
+                return self._output(delta, "stop", delta.stop, stop_token)
+            reason = None if progress.token_id in eos_token_ids else progress.token_id
+            return self._output(delta, "stop", reason, stop_token)
+
+        delta = text.append(progress.token_id)
+        if delta.stop is not None:
+            return self._output(delta, "stop", delta.stop)
+        if progress.finish_reason is None:
+            return self._output(delta, None, None) if delta.released or delta.text else None
+        last = text.finish()
+        joined = Delta(delta.text + last.text, delta.released + last.released, last.stop)
+        if last.stop is not None:
+            return self._output(joined, "stop", last.stop)
+        ended_by_token = progress.finish_reason == "stop" and progress.token_id not in eos_token_ids
+        return self._output(joined, progress.finish_reason, progress.token_id if ended_by_token else None)
+
+    def cut_off(self) -> Output:
+        """The last output of a request that is aborted: text that was held back stays back."""
+        return Output("", (), self.usage, "abort")
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.sequence.num_prompt, self.sequence.num_outputs, self.sequence.num_cached)
+
+    def _text_stream(self, tokenizer: Tokenizer) -> TextStream:
+        if self._text is None:
+            self._text = TextStream(
+                tokenizer,
+                self.request.prompt_ids,
+                stop=self.request.stop,
+                include_stop_str=self.request.include_stop_str,
+                skip_special_tokens=self.request.skip_special_tokens,
+                min_tokens=self.request.params.min_tokens,
+            )
+        return self._text
+
+    def _output(
+        self,
+        delta: Delta,
+        finish_reason: str | None,
+        stop_reason: str | int | None,
+        textless: tuple[int, TokenLogprobs | None] | None = None,
+    ) -> Output:
+        """An output of `delta`'s text and the tokens it releases, and of `textless`, a stop token without text."""
+        tokens = []
+        for _ in range(delta.released):
+            token_id, logprobs = self._held.popleft()
+            assert self._text is not None
+            tokens.append(OutputToken(token_id, self._text.pieces[self._num_released], logprobs))
+            self._num_released += 1
+        if textless is not None:
+            tokens.append(OutputToken(textless[0], "", textless[1]))
+        scores = None
+        if self._scores and self.request.prompt_logprobs is not None:
+            scores, self._scores = tuple(self._scores), []
+        return Output(delta.text, tuple(tokens), self.usage, finish_reason, stop_reason, scores)

@@ -4,16 +4,17 @@
 
 with `kv_heads * head_dim` key values and as many value values in a layer of multi-head (kv_heads = heads), grouped
 (kv_heads < heads) or multi-query attention (kv_heads = 1); a layer of multi-head latent attention stores one latent of
-`kv_lora_rank` and one rotary part of `rope_dim` values, once and not twice (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+`kv_lora_rank` and one rotary part of `rope_dim` values, once and not twice (DeepSeek-V2, arXiv:2405.04434, section
+2.1).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class AttentionKind(str, Enum):
+class AttentionKind(StrEnum):
     """What the heads of a layer share."""
 
     MHA = "MHA"

@@ -36,11 +36,12 @@ from server.instruments import Histogram, WindowRate, log_buckets, power_buckets
 
 AbortCause: TypeAlias = Literal["disconnect", "api", "deadline", "shutdown"]
 DiscardReason: TypeAlias = Literal["preemption", "disconnect", "abort", "stop_overrun"]
-FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 MemoryKind: TypeAlias = Literal["weights", "kv_cache", "activations_peak", "device_free"]
 RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "loading", "draining", "dead"]
 StartupPhase: TypeAlias = Literal["import", "load_weights", "profile", "warmup", "total"]
-WaitReason: TypeAlias = Literal["slots", "kv_blocks", "token_budget"]
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+WAIT_REASONS = ("slots", "kv_blocks", "token_budget", "shared_prompt")
 
 RATE_WINDOW_SECONDS = 5.0
 _LATENCY = log_buckets(0.001, 180.0)
@@ -73,26 +74,26 @@ class StepReport:
 class PoolReport:
     """The scheduler and its pool as they are now. `used + cached + free` blocks are the capacity.
 
-    waiting: requests not in the running batch, by what they wait for; absent reasons are none.
+    waiting: requests not in the running batch, by which of WAIT_REASONS they wait for; absent reasons are none.
     used_blocks: referenced by a running request; cached_blocks: kept for their content only, evictable.
-    evicted_blocks, preemptions, queried_tokens, hit_tokens: totals since the start; prefix-cache look-ups and hits are
-        counted in prompt tokens.
+    evicted_blocks, preemptions, queried_tokens, hit_tokens: totals since the start, None where there is nothing new;
+        prefix-cache look-ups and hits are counted in prompt tokens.
     """
 
     running: int
     used_blocks: int
     cached_blocks: int
     free_blocks: int
-    waiting: Mapping[WaitReason, int] = field(default_factory=dict)
-    evicted_blocks: int = 0
-    preemptions: int = 0
-    queried_tokens: int = 0
-    hit_tokens: int = 0
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    evicted_blocks: int | None = None
+    preemptions: int | None = None
+    queried_tokens: int | None = None
+    hit_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedReport:
-    """One request that is over. Seconds are None for a phase it never reached.
+    """One request that is over. Seconds are None for a phase it never reached; `finish_reason` is of FINISH_REASONS.
 
     abort_cause: why, if `finish_reason` is "abort", else None.
     queue_seconds: arrival to first admission; prefill_seconds: admission to first token; decode_seconds: first to last
@@ -100,7 +101,7 @@ class FinishedReport:
     """
 
     endpoint: str
-    finish_reason: FinishReason
+    finish_reason: str
     abort_cause: AbortCause | None
     prompt_tokens: int
     cached_tokens: int
@@ -195,7 +196,7 @@ class Metrics:
         for endpoint in endpoints:
             for streaming in ("true", "false"):
                 self._received.labels(model, endpoint, streaming)
-            for finish_reason in get_args(FinishReason):
+            for finish_reason in FINISH_REASONS:
                 self._requests.labels(model, endpoint, finish_reason)
         self._rejections = self._counter(
             "request_rejections_total", "Requests (sequences) refused before they reached the queue.", "reason"
@@ -315,7 +316,7 @@ class Metrics:
         by_reason = self._gauge(
             "requests_waiting_by_reason", "Requests (sequences) in the queue, by what they wait for.", "reason"
         )
-        self._waiting_by = {reason: by_reason.labels(model, reason) for reason in get_args(WaitReason)}
+        self._waiting_by = {reason: by_reason.labels(model, reason) for reason in WAIT_REASONS}
         self._usage = self._gauge(
             "kv_cache_usage_ratio",
             "Share (0 to 1) of the KV blocks that running requests hold; evictable ones are not.",
@@ -352,9 +353,10 @@ class Metrics:
     def pool(self, report: PoolReport) -> None:
         """The scheduler's counts after a step, or while idle; reporting the same state twice changes nothing."""
         self._running.set(report.running)
-        self._waiting.set(sum(report.waiting.values()))
-        for reason, gauge in self._waiting_by.items():
-            gauge.set(report.waiting.get(reason, 0))
+        waiting = dict.fromkeys(WAIT_REASONS, 0) | dict(report.waiting)
+        self._waiting.set(sum(waiting.values()))
+        for reason, count in waiting.items():
+            self._waiting_by[reason].set(count)
         capacity = report.used_blocks + report.cached_blocks + report.free_blocks
         self._usage.set(report.used_blocks / capacity if capacity else 0.0)
         self._used.set(report.used_blocks)
@@ -488,8 +490,8 @@ class _Total:
         self._counter = counter
         self._reached = 0
 
-    def reach(self, total: int) -> None:
-        if total != self._reached:
+    def reach(self, total: int | None) -> None:
+        if total is not None and total != self._reached:
             self._counter.inc(total - self._reached)
             self._reached = total
 

@@ -1,4 +1,4 @@
-"""Writes the packed arrays of a `StepPlan` from the sequences chosen for a step and how many tokens each may compute."""
+"""Writes the packed arrays of a `StepPlan` from the sequences chosen for a step and how far each may compute."""
 
 from __future__ import annotations
 

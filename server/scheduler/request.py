@@ -32,8 +32,8 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "block_ids", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached", "num_computed", "num_lost",
-        "num_preemptions", "num_prompt", "num_published", "num_scored", "num_tokens", "params", "priority",
+        "arrival", "block_ids", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached", "num_computed",
+        "num_lost", "num_preemptions", "num_prompt", "num_published", "num_scored", "num_tokens", "params", "priority",
         "prompt_logprobs", "request_id", "salt", "status", "token_ids",
     )  # fmt: skip
 

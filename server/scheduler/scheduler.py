@@ -128,7 +128,8 @@ class Scheduler:
         """Queue a new request. Raises NeverFits when it could not run even alone."""
         if request.max_cached_tokens > self.capacity_tokens:
             raise NeverFits(
-                f"the request may need {request.max_cached_tokens} tokens of KV cache, the pool has {self.capacity_tokens}"
+                f"the request may need {request.max_cached_tokens} tokens of KV cache, "
+                f"the pool has {self.capacity_tokens}"
             )
         request.arrival = self._arrivals
         self._arrivals += 1
@@ -263,7 +264,8 @@ class Scheduler:
             assert request.num_computed <= covered, "tokens were computed into blocks it does not hold"
             assert request.num_computed <= request.num_tokens
         for request in self.waiting:
-            assert request.num_blocks == 0 and request.num_computed == 0, "a waiting request holds blocks"
+            assert request.num_blocks == 0, "a waiting request holds blocks"
+            assert request.num_computed == 0, "a waiting request has computed tokens"
 
     def _has_block_for_next_token(self, request: Request) -> bool:
         """Make sure the next token of a decoding request has a slot; False when no block is left."""

@@ -16,7 +16,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Literal, TypeAlias, get_args
 
 from prometheus_client import (
@@ -31,6 +31,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from server import __version__
 from server.generation import Phase
 from server.instruments import Histogram, WindowRate, log_buckets, power_buckets
 
@@ -114,7 +115,10 @@ class FinishedReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """The model and its pool, once loaded. `model` is what the weights came from."""
+    """The model and its pool, once loaded.
+
+    model: what the weights came from; num_blocks: those that requests can hold, so without the trash block.
+    """
 
     model: str
     revision: str | None
@@ -164,10 +168,10 @@ class Metrics:
             "transformers",
         ).labels(
             model_name,
-            _version("sluice-llm"),
+            __version__,
             platform.python_version(),
-            _version("torch"),
-            _version("transformers"),
+            version("torch"),
+            version("transformers"),
         ).set(1)
 
     def render(self) -> bytes:
@@ -494,11 +498,3 @@ class _Total:
         if total is not None and total != self._reached:
             self._counter.inc(total - self._reached)
             self._reached = total
-
-
-def _version(distribution: str) -> str:
-    """The installed version, without importing the package; "unknown" in a checkout that was not installed."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "unknown"

@@ -1,0 +1,368 @@
+"""The metrics, read back through Prometheus' own text format."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.generation import Phase
+from server.instruments import Distribution, WindowRate, log_buckets, power_buckets
+from server.metrics import FinishedReport, Metrics, ModelReport, PoolReport, StepReport
+
+STEP = StepReport(
+    prefill_requests=1,
+    prefill_tokens=96,
+    decode_requests=31,
+    decode_tokens=31,
+    duration_seconds=0.1,
+    schedule_seconds=0.01,
+    forward_seconds=0.08,
+    sample_seconds=0.006,
+    detokenize_seconds=0.004,
+)
+IDLE = PoolReport(running=0, used_blocks=0, cached_blocks=40, free_blocks=60)
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics(clock: Clock) -> Metrics:
+    return Metrics(CollectorRegistry(), "tiny", clock=clock)
+
+
+def families(metrics: Metrics) -> list[Metric]:
+    return list(text_string_to_metric_families(metrics.render().decode()))
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float:
+    """The one sample of this name with these labels beside the model's name."""
+    wanted = {"model_name": "tiny", **labels}
+    found = [s.value for f in families(metrics) for s in f.samples if s.name == f"sluice_{name}" and s.labels == wanted]
+    assert len(found) == 1, f"{len(found)} samples of {name} {labels}"
+    return found[0]
+
+
+def total(metrics: Metrics, name: str) -> float:
+    """The sum over all series of a name."""
+    found = [s.value for f in families(metrics) for s in f.samples if s.name == f"sluice_{name}"]
+    assert found, name
+    return sum(found)
+
+
+def finished(**changes: object) -> FinishedReport:
+    report: dict[str, object] = {
+        "endpoint": "completions",
+        "finish_reason": "stop",
+        "abort_cause": None,
+        "prompt_tokens": 100,
+        "cached_tokens": 16,
+        "generation_tokens": 20,
+        "queue_seconds": 0.01,
+        "prefill_seconds": 0.1,
+        "decode_seconds": 0.4,
+        "total_seconds": 0.51,
+    }
+    return FinishedReport(**(report | changes))  # type: ignore[arg-type]
+
+
+def exercised(metrics: Metrics) -> Metrics:
+    """Call everything once, so that every family has a series."""
+    metrics.received("completions", True)
+    metrics.rejected("queue_full")
+    metrics.step(STEP)
+    metrics.idle(0.5)
+    metrics.first_token(0.1)
+    metrics.inter_token(0.02, 31)
+    metrics.prompt_computed(100, 16)
+    metrics.generated(32)
+    metrics.finished(finished())
+    metrics.discarded("preemption", 5)
+    metrics.pool(IDLE)
+    metrics.state(Phase.READY)
+    metrics.startup("load_weights", 3.5)
+    metrics.memory("weights", 1 << 20)
+    metrics.model_loaded(ModelReport("org/tiny", None, "float32", 2048, 16, 100, "float32", True))
+    metrics.http("POST", "/v1/completions", 200, "ok", 0.6)
+    return metrics
+
+
+def test_names_and_help_follow_the_conventions(metrics: Metrics) -> None:
+    """The rules that `promtool check metrics` applies, and our own on labels."""
+    typed_words = {"counter", "gauge", "histogram", "summary", "total", "count", "sum", "bucket"}
+    scaled_units = {"milliseconds", "ms", "minutes", "hours", "percent", "perc", "kb", "mb", "gb", "kilobytes"}
+    helps = set()
+    for line in exercised(metrics).render().decode().splitlines():
+        if line.startswith("# HELP sluice_"):
+            name, help_text = line.removeprefix("# HELP ").split(" ", 1)
+            assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+            assert help_text.endswith(".")
+            assert help_text not in helps
+            helps.add(help_text)
+        elif line.startswith("# TYPE sluice_"):
+            name, kind = line.removeprefix("# TYPE ").split()
+            assert (kind == "counter") == name.endswith("_total"), name
+            words = name.removesuffix("_total").split("_")
+            assert not typed_words & set(words), name
+            assert not scaled_units & set(words), name
+    assert len(helps) > 40
+
+
+def test_every_series_names_the_model_and_scalar_gauges_are_one_series(metrics: Metrics) -> None:
+    for family in families(exercised(metrics)):
+        if family.name.startswith("sluice_"):
+            assert family.samples, family.name
+            assert all(sample.labels["model_name"] == "tiny" for sample in family.samples)
+            if family.type == "gauge" and all(set(s.labels) == {"model_name"} for s in family.samples):
+                assert len(family.samples) == 1
+        assert not family.name.endswith("_created")
+
+
+def test_no_series_appears_with_its_first_event(metrics: Metrics) -> None:
+    """A counter that starts at its first event has no rate over that event. Routes and info gauges are not known."""
+    late = ("sluice_http_", "sluice_memory_bytes", "sluice_startup_", "sluice_model_info", "sluice_cache_config_info")
+
+    def series() -> set[tuple[str, frozenset[tuple[str, str]]]]:
+        return {
+            (sample.name, frozenset(sample.labels.items()))
+            for family in families(metrics)
+            for sample in family.samples
+            if not sample.name.startswith(late)
+        }
+
+    before = series()
+    exercised(metrics)
+    assert series() == before
+
+
+def test_counters_reconcile_under_random_traffic(metrics: Metrics) -> None:
+    rng = random.Random(7)
+    waiting = running = received = rejected = done = prompt = output = 0
+    for _ in range(2000):
+        event = rng.choice(("arrive", "refuse", "admit", "finish", "abort_waiting"))
+        if event in ("arrive", "refuse"):
+            metrics.received("completions", rng.random() < 0.5)
+            received += 1
+            if event == "refuse":
+                metrics.rejected(rng.choice(("invalid", "queue_full", "too_long", "draining")))
+                rejected += 1
+            else:
+                waiting += 1
+        elif event == "admit" and waiting:
+            waiting, running = waiting - 1, running + 1
+            length = rng.randrange(1, 300)
+            metrics.prompt_computed(length, length // 2)
+            prompt += length
+        elif event == "finish" and running:
+            running, done = running - 1, done + 1
+            count = rng.randrange(1, 50)
+            metrics.generated(count)
+            output += count
+            metrics.finished(finished(finish_reason=rng.choice(("stop", "length")), generation_tokens=count))
+        elif event == "abort_waiting" and waiting:
+            waiting, done = waiting - 1, done + 1
+            cause = rng.choice(("disconnect", "deadline"))
+            metrics.finished(
+                finished(finish_reason="abort", abort_cause=cause, prefill_seconds=None, decode_seconds=None)
+            )
+        metrics.pool(PoolReport(running, running, 0, 5000 - running, {"slots": waiting}))
+    assert done > 100
+    assert rejected > 100
+    assert total(metrics, "requests_received_total") == received
+    assert received == (
+        total(metrics, "requests_total")
+        + total(metrics, "request_rejections_total")
+        + value(metrics, "requests_running")
+        + value(metrics, "requests_waiting")
+    )
+    assert value(metrics, "requests_waiting") == total(metrics, "requests_waiting_by_reason") == waiting
+    assert total(metrics, "request_aborts_total") == value(
+        metrics, "requests_total", endpoint="completions", finish_reason="abort"
+    )
+    assert value(metrics, "prompt_tokens_total") == prompt
+    assert value(metrics, "generation_tokens_total") == output
+    assert value(metrics, "request_duration_seconds_count") == done
+    assert value(metrics, "request_prefill_duration_seconds_count") < done
+
+
+def test_gauges_return_to_zero_when_idle(metrics: Metrics, clock: Clock) -> None:
+    metrics.pool(PoolReport(3, 30, 20, 50, {"slots": 2, "kv_blocks": 1}))
+    metrics.generated(10)
+    metrics.prompt_computed(10, 0)
+    assert value(metrics, "kv_cache_usage_ratio") == 0.3
+    assert value(metrics, "requests_waiting") == 3
+    assert value(metrics, "generation_tokens_per_second") > 0
+    metrics.pool(IDLE)
+    clock.now += 6
+    for name in (
+        "requests_running",
+        "requests_waiting",
+        "kv_cache_usage_ratio",
+        "generation_tokens_per_second",
+        "prompt_tokens_per_second",
+    ):
+        assert value(metrics, name) == 0, name
+    assert total(metrics, "requests_waiting_by_reason") == 0
+    assert total(metrics, "kv_cache_blocks") == 100
+
+
+def test_unknown_waiting_reason_is_not_lost(metrics: Metrics) -> None:
+    with pytest.raises(KeyError, match="lunch"):
+        metrics.pool(PoolReport(0, 0, 0, 1, {"lunch": 1}))
+
+
+def test_pool_totals_count_once_however_often_they_are_reported(metrics: Metrics) -> None:
+    report = PoolReport(1, 1, 1, 1, evicted_blocks=7, preemptions=2, queried_tokens=100, hit_tokens=48)
+    metrics.pool(report)
+    metrics.pool(report)
+    metrics.pool(IDLE)
+    assert value(metrics, "kv_cache_evicted_blocks_total") == 7
+    assert value(metrics, "preemptions_total") == 2
+    assert value(metrics, "prefix_cache_queried_tokens_total") == 100
+    assert value(metrics, "prefix_cache_hit_tokens_total") == 48
+
+
+@pytest.mark.parametrize(("prefills", "decodes", "phase"), [(2, 0, "prefill"), (0, 3, "decode"), (1, 1, "mixed")])
+def test_steps_by_phase(metrics: Metrics, prefills: int, decodes: int, phase: str) -> None:
+    metrics.step(StepReport(prefills, 64 * prefills, decodes, decodes, 0.5, 0.1, 0.2, 0.1, 0.05))
+    assert value(metrics, "engine_step_duration_seconds_count", phase=phase) == 1
+    assert total(metrics, "engine_step_duration_seconds_count") == 1
+    assert value(metrics, "engine_step_tokens_sum", phase=phase) == 64 * prefills + decodes
+    assert value(metrics, "engine_step_requests_sum", phase=phase) == prefills + decodes
+    assert value(metrics, "engine_computed_tokens_total", kind="prefill") == 64 * prefills
+    assert value(metrics, "engine_busy_seconds_total", stage="forward") == 0.2
+
+
+def test_states_are_exclusive(metrics: Metrics) -> None:
+    assert value(metrics, "engine_state", state="loading") == 1
+    metrics.state(Phase.DRAINING)
+    assert value(metrics, "engine_state", state="draining") == 1
+    assert total(metrics, "engine_state") == 1
+
+
+def test_a_broken_stream_is_an_error_with_status_200(metrics: Metrics) -> None:
+    metrics.http("POST", "/v1/completions", 200, "error", 1.0)
+    route = {"method": "POST", "route": "/v1/completions", "status": "200"}
+    assert value(metrics, "http_requests_total", **route, outcome="error") == 1
+    assert value(metrics, "http_request_duration_seconds_count", **route) == 1
+
+
+def test_the_router_finds_block_size_and_count_in_both_forms(metrics: Metrics) -> None:
+    """An endpoint picker reads them from the labels of an info gauge or from two plain gauges."""
+    metrics.model_loaded(ModelReport("org/tiny", "abc", "float32", 2048, 16, 100, "float32", False))
+    labels = {"block_size": "16", "num_gpu_blocks": "100", "kv_cache_dtype": "float32", "prefix_caching": "false"}
+    assert value(metrics, "cache_config_info", **labels) == 1
+    assert value(metrics, "kv_cache_block_size_tokens") == 16
+    assert value(metrics, "kv_cache_capacity_blocks") == 100
+
+
+bounds_and_values = st.tuples(
+    st.just(log_buckets(0.001, 60)),
+    st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 50)), max_size=40),
+)
+
+
+@given(bounds_and_values)
+def test_distribution_equals_counting_each_value(case: tuple[tuple[float, ...], list[tuple[float, int]]]) -> None:
+    bounds, values = case
+    distribution = Distribution(bounds)
+    for seconds, count in values:
+        distribution.observe(seconds, count)
+    each = [seconds for seconds, count in values for _ in range(count)]
+    for index, bound in enumerate(bounds):
+        assert sum(distribution.counts[: index + 1]) == sum(seconds <= bound for seconds in each)
+    assert sum(distribution.counts) == len(each)
+    assert distribution.total == pytest.approx(sum(each))
+
+
+def test_histogram_on_the_wire(metrics: Metrics) -> None:
+    metrics.inter_token(0.0004, 3)
+    metrics.inter_token(0.012)
+    metrics.inter_token(99.0)
+    wire = {
+        sample.labels["le"]: sample.value
+        for family in families(metrics)
+        for sample in family.samples
+        if sample.name == "sluice_inter_token_latency_seconds_bucket"
+    }
+    assert wire["0.0005"] == 3
+    assert wire["+Inf"] == 5
+    counts = [wire[key] for key in sorted(wire, key=float)]
+    assert counts == sorted(counts)
+    assert counts[-2] == 4
+    assert value(metrics, "inter_token_latency_seconds_count") == 5
+    assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.0012 + 0.012 + 99)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0.0005, 10.0), (0.001, 180.0), (0.001, 1800.0)])
+def test_log_buckets(first: float, last: float) -> None:
+    bounds = log_buckets(first, last)
+    assert bounds[0] == first
+    assert bounds[-2] < last <= bounds[-1]
+    assert all(1.6 < above / below < 2.0 for below, above in pairwise(bounds))
+    assert power_buckets(8) == (1, 2, 4, 8)
+
+
+def brute_force_rate(events: list[tuple[float, int]], now: float, window: float, width: float) -> tuple[float, float]:
+    """Least and most that a rate over about `window` seconds may be, its edge being up to `width` off."""
+    least = sum(count for at, count in events if at > now - window + width) / (window + width)
+    most = sum(count for at, count in events if at >= now - window - width) / window
+    return least, most
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 40)), min_size=1, max_size=60), st.floats(0, 8))
+def test_window_rate_counts_the_window_and_nothing_else(steps: list[tuple[float, int]], quiet: float) -> None:
+    clock = Clock()
+    rate = WindowRate(5.0, 20, clock)
+    events: list[tuple[float, int]] = []
+    for gap, count in steps:
+        clock.now += gap
+        rate.add(count)
+        events.append((clock.now, count))
+    clock.now += quiet
+    first = rate.rate()
+    least, most = brute_force_rate(events, clock.now, 5.0, 0.25)
+    assert least - 1e-9 <= first <= most + 1e-9
+    assert rate.rate() == first  # a second scraper sees the same
+    clock.now += 6
+    assert rate.rate() == 0
+
+
+def test_steady_traffic_shows_its_rate(metrics: Metrics, clock: Clock) -> None:
+    readings = []
+    for step in range(1000):
+        clock.now += 0.02
+        metrics.generated(4)
+        if step > 300 and step % 97 == 0:  # the window is full after 250 steps
+            readings.append(value(metrics, "generation_tokens_per_second"))
+    assert readings == pytest.approx([200.0] * 7, rel=0.02)
+
+
+def test_two_servers_in_one_process_do_not_share_series(metrics: Metrics) -> None:
+    other = Metrics(CollectorRegistry(), "other")
+    other.generated(5)
+    assert value(metrics, "generation_tokens_total") == 0
+
+
+def test_importing_metrics_imports_nothing_slow() -> None:
+    code = "import server.metrics, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from tqdm import tqdm
+from tqdm.asyncio import tqdm_asyncio as tqdm  # the class that huggingface_hub's signature asks for
 
 Report = Callable[[str, float], None]
 """Called with what is being done, in words, and the share of it that is done, from 0 to 1."""

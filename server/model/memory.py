@@ -1,0 +1,217 @@
+"""How the memory of a device is divided between weights, the largest step and the KV pool, said in words."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from server.config import ServeSettings
+from server.kvpool.layout import CacheLayout, LayerLayout
+from server.model.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
+
+CPU_SHARE = 0.25
+"""Of the main memory still free, how much the pool takes by default: other programs live there too."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryDivision:
+    """Where the memory of a device goes, all sizes in bytes.
+
+    num_blocks: blocks of the pool, the trash block included.
+    available_bytes: free once the weights are loaded; step_bytes: of it, what the largest step takes at its peak.
+    reason: what fixed the size of the pool, in words.
+    """
+
+    num_blocks: int
+    block_bytes: int
+    weight_bytes: int
+    available_bytes: int
+    step_bytes: int
+    reason: str
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def left_bytes(self) -> int:
+        return self.available_bytes - self.step_bytes - self.pool_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"weights {readable(self.weight_bytes)}, largest step {readable(self.step_bytes)}, "
+            f"cache {readable(self.pool_bytes)} ({self.reason}), {readable(self.left_bytes)} left"
+        )
+
+
+def divide_memory(
+    settings: ServeSettings,
+    layout: CacheLayout,
+    *,
+    device_type: str,
+    weight_bytes: int,
+    available_bytes: int,
+    step_bytes: int,
+    max_model_len: int,
+) -> MemoryDivision:
+    """Size the pool: exactly as `--kv-blocks` or `--kv-bytes` say, else by the memory there is.
+
+    On a GPU it takes `--gpu-memory-utilization` of what weights and the largest step leave. On a CPU it takes
+    CPU_SHARE of that, but no more than max_num_seqs sequences of max_model_len tokens can use.
+    Raises ModelLoadError where not one block for a sequence fits beside the trash block, or where the size asked for
+    is more than there is.
+    """
+    block = layout.bytes_per_block
+    room = max(available_bytes - step_bytes, 0)
+    if settings.kv_blocks is not None:
+        num_blocks, reason = settings.kv_blocks, "--kv-blocks"
+    elif settings.kv_bytes is not None:
+        num_blocks, reason = settings.kv_bytes // block, "--kv-bytes"
+        if num_blocks < 2:
+            raise ModelLoadError(
+                f"--kv-bytes is {settings.kv_bytes}, but the smallest pool takes {2 * block} bytes: one block of "
+                f"{layout.block_size} tokens and one for padding, {readable(block)} each"
+            )
+    elif device_type == "cuda":
+        share = settings.gpu_memory_utilization
+        num_blocks = int(room * share) // block
+        reason = f"{share:.0%} of what they leave"
+    else:
+        most = 1 + settings.step_limits(device_type).max_num_seqs * layout.blocks_for(max_model_len)
+        num_blocks = min(int(room * CPU_SHARE) // block, most)
+        reason = "all that the sequences can use" if num_blocks == most else f"{CPU_SHARE:.0%} of what they leave"
+    if num_blocks * block > room:
+        most_blocks = room // block
+        raise ModelLoadError(
+            f"{reason} asks for a cache of {readable(num_blocks * block)}, but weights and the largest step leave "
+            f"{readable(room)}: at most --kv-blocks {most_blocks} or --kv-bytes {most_blocks * block}"
+        )
+    if num_blocks < 2:
+        flag = "raise --gpu-memory-utilization, " if device_type == "cuda" else ""
+        raise ModelLoadError(
+            f"no room for a cache: {readable(available_bytes)} is free beside the weights, the largest step takes "
+            f"{readable(step_bytes)} of it, and the smallest cache is {readable(2 * block)}: {flag}lower "
+            "--max-num-batched-tokens or --max-num-seqs, or free memory"
+        )
+    return MemoryDivision(num_blocks, block, weight_bytes, available_bytes, step_bytes, reason)
+
+
+def startup_report(
+    name: str,
+    dtype: str,
+    device: str,
+    layout: CacheLayout,
+    windows: Sequence[int | None],
+    max_model_len: int,
+    division: MemoryDivision,
+) -> list[str]:
+    """What a person wants to know when a server starts, a line each.
+
+    windows: for each layer, how many tokens back it looks, None for all.
+    """
+    tokens = (division.num_blocks - 1) * layout.block_size
+    sequences = (division.num_blocks - 1) // layout.blocks_for(max_model_len)
+    fits = (
+        f"{sequences:,} sequences of {max_model_len:,} tokens"
+        if sequences
+        else f"not one sequence of {max_model_len:,} tokens (the limit of a request is {tokens:,})"
+    )
+    return [
+        f"model   {name}, {dtype} on {device}",
+        f"layers  {_layer_kinds(layout.layers, windows)}",
+        f"cache   {layout.bytes_per_token:,} bytes a token, {division.num_blocks - 1:,} blocks of {layout.block_size} "
+        f"tokens: {tokens:,} tokens, {fits}",
+        f"memory  {division}",
+    ]
+
+
+def _layer_kinds(layers: Sequence[LayerLayout], windows: Sequence[int | None]) -> str:
+    """'12 x GQA (8 KV heads of 128), 12 x GQA (8 KV heads of 128, window 4,096)'."""
+    return ", ".join(
+        f"{count} x {_layer_kind(layer, window)}"
+        for (layer, window), count in Counter(zip(layers, windows, strict=True)).items()
+    )
+
+
+def _layer_kind(layer: LayerLayout, window: int | None) -> str:
+    widths = {layer.key_dim, layer.value_dim} - {0}
+    width = str(widths.pop()) if len(widths) == 1 else f"{layer.key_dim} and {layer.value_dim}"
+    heads = f"{layer.kv_heads} KV head{'s' if layer.kv_heads > 1 else ''} of {width}"
+    return f"{layer.kind.value} ({heads}{'' if window is None else f', window {window:,}'})"
+
+
+def readable(nbytes: int) -> str:
+    """'1.5 GiB'; bytes are exact."""
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{nbytes:,} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that an allocation on `device` may still take."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return available_main_memory()
+
+
+def available_main_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes of main memory that this process may still take: the machine's, or what its control group leaves.
+
+    A container's limit is no less real for being invisible in /proc/meminfo: past it the process is killed.
+    """
+    if not (proc / "meminfo").exists():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # no Linux: half of what there is
+    meminfo = dict(line.split(":") for line in (proc / "meminfo").read_text().splitlines())
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    return min([free, *_cgroup_room(proc, cgroups)])
+
+
+def _cgroup_room(proc: Path, cgroups: Path) -> list[int]:
+    """What each limit leaves, of version 1 and 2, of this process's group and of all groups above it."""
+    membership = proc / "self" / "cgroup"
+    if not membership.exists():
+        return []
+    room = []
+    for line in membership.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = cgroups, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for directory in (group, *group.parents):
+            if (limit := _number(directory / names[0])) is not None and (
+                used := _number(directory / names[1])
+            ) is not None:
+                room.append(max(limit - used + _reclaimable(directory), 0))
+            if directory == top:
+                break
+    return room
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is no such file, or it says 'max'."""
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)
+
+
+def _reclaimable(group: Path) -> int:
+    """File cache that the kernel drops before it refuses memory; a group's usage includes it."""
+    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))

@@ -176,7 +176,7 @@ class _Group:
         # With the greatest logit at 0, no temperature can overflow.
         x.sub_(x.amax(dim=-1, keepdim=True)).mul_(self._inverse_temperature)
         if self._floor is not None:
-            torch.where(x < self._floor, -math.inf, x, out=x)
+            x = torch.where(x < self._floor, -math.inf, x)
         out_indices = plan.out_indices[[row for row, _ in self._members]]
         keys = torch.from_numpy(noise_keys(self._seeds, out_indices)).to(self._device)
         if self._kind == "race":

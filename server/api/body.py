@@ -1,0 +1,72 @@
+"""The body of a request: read whole within a limit, then JSON as RFC 8259 has it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from server.api.errors import APIError, ClientGone, invalid, show
+
+MAX_BODY_BYTES = 8 * 2**20
+# A body over the limit is read on and dropped up to here: a client that is still sending would see its connection
+# reset instead of the answer.
+_MOST_DROPPED = 8 * MAX_BODY_BYTES
+
+
+async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+    """The body of a request that declares JSON.
+
+    Raises APIError 415 or 413, and ClientGone if the connection closes before the body is complete.
+    """
+    content_type = request.headers.get("content-type", "")
+    if content_type.partition(";")[0].strip().lower() != "application/json":
+        got = show(content_type) if content_type else "none"
+        raise APIError(
+            415, f"The content type must be application/json; got {got}. Send 'Content-Type: application/json'."
+        )
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size <= limit:
+            chunks.append(chunk)
+        else:
+            chunks.clear()
+        if not message.get("more_body", False) or size > _MOST_DROPPED:
+            break
+    if size > limit:
+        raise APIError(
+            413,
+            f"The body is larger than the {limit} bytes a request may have.",
+            code="body_too_large",
+            headers={"connection": "close"},
+        )
+    return b"".join(chunks)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`; of duplicate keys the last counts. Raises APIError 400 for anything else."""
+    try:
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
+    except RecursionError:
+        raise invalid(None, "The body is nested too deeply.", "invalid_json") from None
+    except UnicodeDecodeError as error:
+        raise invalid(None, f"The body is not UTF-8 (at byte {error.start}).", "invalid_json") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise invalid(None, f"The body is not valid JSON: {error.msg} ({where}).", "invalid_json") from None
+    except ValueError as error:  # an integer of thousands of digits, or NaN
+        raise invalid(None, f"The body is not valid JSON: {error}.", "invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid(None, f"The body must be a JSON object; got {show(value)}.", "invalid_json")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

@@ -1,0 +1,149 @@
+"""Refusals and failures, in the shape OpenAI clients parse: `{"error": {"message", "type", "param", "code"}}`.
+
+A body is always a few hundred bytes: what a client sent is quoted only in short form (`show`), however long it was.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.generation import EngineError, EngineUnavailable, Phase, QueueFull, RequestTooLong
+
+if TYPE_CHECKING:
+    from server.metrics import RejectReason
+
+_LONGEST_MESSAGE = 1200
+_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+_RETRY_AFTER = {Phase.LOADING: 5, Phase.DRAINING: 1, Phase.DEAD: 30}
+
+
+class APIError(Exception):
+    """An answer other than success. `param` names the field at fault, `reason` labels the metric of refusals."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        reason: RejectReason = "invalid",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message if len(message) <= _LONGEST_MESSAGE else message[: _LONGEST_MESSAGE - 3] + "..."
+        self.param = param
+        self.code = code
+        self.headers = headers
+        self.reason: RejectReason = reason
+
+    @property
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status, "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def response(self) -> Response:
+        return Response(self.body, self.status, self.headers, "application/json")
+
+
+class ClientGone(Exception):
+    """The client closed its connection before it had its answer."""
+
+
+def invalid(param: str | None, message: str, code: str = "invalid_value") -> APIError:
+    """400: the client can mend it."""
+    return APIError(400, message, param=param, code=code)
+
+
+def unavailable(phase: Phase, detail: str) -> APIError:
+    """503: the server cannot generate in this phase of its life. A draining one wants the connection closed, too."""
+    words = {
+        Phase.LOADING: f"The model is still loading{f' ({detail})' if detail else ''}; try again shortly.",
+        Phase.DRAINING: "The server is shutting down and takes no new requests; try another one.",
+        Phase.DEAD: f"The engine has failed{f' ({detail})' if detail else ''}; the server must be restarted.",
+    }
+    headers = {"retry-after": str(_RETRY_AFTER[phase])}
+    if phase is Phase.DRAINING:
+        headers["connection"] = "close"
+    reason: dict[Phase, RejectReason] = {
+        Phase.LOADING: "loading",
+        Phase.DRAINING: "draining",
+        Phase.DEAD: "dead",
+    }
+    return APIError(503, words[phase], code=f"engine_{phase.value}", headers=headers, reason=reason[phase])
+
+
+def refused(error: EngineError) -> APIError:
+    """What a refusal of `submit` is over HTTP."""
+    match error:
+        case QueueFull():
+            return APIError(
+                429,
+                str(error),
+                code="queue_full",
+                headers={"retry-after": str(error.retry_after)},
+                reason="queue_full",
+            )
+        case RequestTooLong():
+            return too_long(str(error))
+        case EngineUnavailable():
+            return unavailable(error.phase, str(error))
+    return APIError(500, str(error), code="generation_failed")
+
+
+def too_long(message: str) -> APIError:
+    return APIError(400, message, param="prompt", code="context_length_exceeded", reason="too_long")
+
+
+def internal_error() -> APIError:
+    """A fault of our own. The log has the details; the client has no use for them."""
+    return APIError(500, "The server failed on this request; its log says why.", code="internal_error")
+
+
+def show(value: object) -> str:
+    """A client's value as it may stand in a message: plain ASCII, a few dozen characters at most."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str():
+            short = value if len(value) <= 60 else value[:57] + "..."
+            return json.dumps(short)[:120]
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return f"an object of {len(value)} fields"
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+async def on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
+    return error.response()
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: unknown routes (404) and methods (405)."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        message = f"There is no route {show(request.url.path)}; /openapi.json lists those there are."
+        return APIError(404, message, code="unknown_route").response()
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        message = f"{show(request.url.path)} does not take {show(request.method)}, only {allowed}."
+        return APIError(405, message, code="method_not_allowed", headers=error.headers).response()
+    return APIError(error.status_code, str(error.detail), headers=error.headers).response()
+
+
+async def on_client_gone(request: Request, error: Exception) -> Response:
+    """Nobody reads this; 499 is what logs and metrics call it."""
+    return Response(status_code=499)

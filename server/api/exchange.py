@@ -1,0 +1,102 @@
+"""Around every request: its id, its metric, its line in the log, and an answer if the code below fails."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import Literal
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.errors import internal_error
+from server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID_HEADER = "x-request-id"
+_METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
+
+
+@dataclass(slots=True)
+class Exchange:
+    """One request and its answer. `notes` are what its line in the log says beside the usual."""
+
+    request_id: str
+    started: float = field(default_factory=time.monotonic)
+    outcome: Literal["ok", "error", "disconnect"] = "ok"
+    notes: dict[str, object] = field(default_factory=dict)
+
+
+def exchange_of(request: Request) -> Exchange:
+    exchange = request.state.exchange
+    assert isinstance(exchange, Exchange)
+    return exchange
+
+
+def _request_id(headers: Headers) -> str:
+    """The client's own id if it is one that may stand in headers, bodies and logs, else a new one."""
+    given = headers.get(REQUEST_ID_HEADER, "")
+    return given if re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given) else uuid.uuid4().hex
+
+
+class ExchangeMiddleware:
+    """Plain ASGI: it touches the start of a response and lets its parts through untouched."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(_request_id(Headers(scope=scope)))
+        scope.setdefault("state", {})["exchange"] = exchange
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                id_header = (REQUEST_ID_HEADER.encode(), exchange.request_id.encode())
+                message = {**message, "headers": [*message["headers"], id_header]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_marked)
+        except Exception:
+            exchange.outcome = "error"
+            if status:  # too late for another answer: the connection must break
+                raise
+            logger.exception("request %s failed", exchange.request_id)
+            await internal_error().response()(scope, receive, send_marked)
+        finally:
+            self._record(scope, exchange, status)
+
+    def _record(self, scope: Scope, exchange: Exchange, status: int) -> None:
+        if status == 499 or not status:
+            exchange.outcome = "disconnect"
+        elif status >= 500:
+            exchange.outcome = "error"
+        seconds = time.monotonic() - exchange.started
+        method = scope["method"] if scope["method"] in _METHODS else "OTHER"
+        route = scope["route"].path if "route" in scope else "unmatched"
+        self._metrics.http(method, route, status or 499, exchange.outcome, seconds)
+        if route in _PROBES:
+            return
+        fields: dict[str, object] = {
+            "request_id": exchange.request_id,
+            "method": method,
+            "route": route,
+            "status": status or 499,
+            "outcome": exchange.outcome,
+            "total_ms": round(seconds * 1000, 1),
+            **exchange.notes,
+        }
+        logger.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra=fields)

@@ -1,0 +1,132 @@
+"""Fields of a body that are not acted upon: refused, harmless or unknown.
+
+A server that answers 200 to a constraint it drops misleads its client, so the known fields of OpenAI and of other
+servers that would change the answer are refused by name; null, false, empty text and each one's own neutral value ask
+for nothing and pass. Fields that only describe the request are accepted. All others are reported in a header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from server.api.errors import invalid, show
+
+IGNORED_HEADER = "x-sluice-ignored-parameters"
+
+HARMLESS = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+
+_NO_STRUCTURE = "structured output is not offered yet"
+_NO_TOOLS = "tools are not offered on this route"
+_NO_SAMPLER = "this sampler is not offered; temperature, top_k, top_p and min_p are"
+_NO_SCORES = "use 'echo' with 'logprobs' to score a prompt"
+_NO_TOKEN_IDS = "answers hold text; use 'logprobs' for the tokens' strings"
+
+# name -> (what to do instead, values that ask for nothing)
+_UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "allowed_token_ids": ("use 'logit_bias'", ([],)),
+    "audio": ("this is a text model", ()),
+    "bad_words": ("use 'logit_bias'", ([],)),
+    "chat_template": ("this route has no template", ()),
+    "chat_template_kwargs": ("this route has no template", ({},)),
+    "detokenize": ("text is always returned", (True,)),
+    "dry_multiplier": (_NO_SAMPLER, (0,)),
+    "dynatemp_range": (_NO_SAMPLER, (0,)),
+    "early_stopping": ("beam search is not offered", ()),
+    "ebnf": (_NO_STRUCTURE, ()),
+    "function_call": (_NO_TOOLS, ("none", "auto")),
+    "functions": (_NO_TOOLS, ([],)),
+    "grammar": (_NO_STRUCTURE, ()),
+    "guided_choice": (_NO_STRUCTURE, ()),
+    "guided_decoding_backend": (_NO_STRUCTURE, ()),
+    "guided_grammar": (_NO_STRUCTURE, ()),
+    "guided_json": (_NO_STRUCTURE, ()),
+    "guided_regex": (_NO_STRUCTURE, ()),
+    "guided_whitespace_pattern": (_NO_STRUCTURE, ()),
+    "images": ("this is a text model", ([],)),
+    "json_schema": (_NO_STRUCTURE, ()),
+    "kv_transfer_params": ("this server does not pass its cache on", ()),
+    "length_penalty": ("beam search is not offered", (1,)),
+    "logits_processors": ("use 'logit_bias'", ([],)),
+    "logprob_token_ids": (_NO_SCORES, ([],)),
+    "lora_path": ("adapters are not offered", ()),
+    "max_completion_tokens": ("use 'max_tokens'", ()),
+    "max_new_tokens": ("use 'max_tokens'", ()),
+    "messages": ("this route takes a 'prompt'", ()),
+    "mirostat": (_NO_SAMPLER, (0,)),
+    "modalities": ("this is a text model", (["text"],)),
+    "n_predict": ("use 'max_tokens'", ()),
+    "n_probs": ("use 'logprobs'", (0,)),
+    "no_stop_trim": ("use 'include_stop_str_in_output'", ()),
+    "parallel_tool_calls": (_NO_TOOLS, (True,)),
+    "prompt_embeds": ("use 'prompt'", ()),
+    "prompt_logprobs": (_NO_SCORES, ()),
+    "reasoning_effort": ("this route has no template", ()),
+    "regex": (_NO_STRUCTURE, ()),
+    "repeat_penalty": ("use 'repetition_penalty'", (1,)),
+    "repetition_detection": ("use 'stop' or 'max_tokens'", ()),
+    "response_format": (_NO_STRUCTURE, ({"type": "text"},)),
+    "return_token_ids": (_NO_TOKEN_IDS, ()),
+    "return_tokens_as_token_ids": (_NO_TOKEN_IDS, ()),
+    "sampling_params": ("put its fields into the body itself", ()),
+    "sampling_seed": ("use 'seed'", ()),
+    "spaces_between_special_tokens": ("special tokens are joined as they are", (True,)),
+    "stop_regex": ("use 'stop'", ([],)),
+    "stream_interval": ("every token is sent as soon as it is certain", (1,)),
+    "structural_tag": (_NO_STRUCTURE, ()),
+    "structured_outputs": (_NO_STRUCTURE, ()),
+    "suffix": ("this server does not fill in the middle; put all text into 'prompt'", ()),
+    "tfs_z": (_NO_SAMPLER, (1,)),
+    "thinking_token_budget": ("use 'max_tokens'", ()),
+    "tool_choice": (_NO_TOOLS, ("none", "auto")),
+    "tools": (_NO_TOOLS, ([],)),
+    "top_a": (_NO_SAMPLER, (0,)),
+    "top_logprobs": ("use 'logprobs': it is a number here", (0,)),
+    "top_n_sigma": (_NO_SAMPLER, (-1, 0)),
+    "truncate_prompt_tokens": ("shorten the prompt before it is sent", ()),
+    "typical_p": (_NO_SAMPLER, (1,)),
+    "use_beam_search": ("beam search is not offered", ()),
+    "xtc_probability": (_NO_SAMPLER, (0,)),
+}
+
+
+def check_unhandled(body: Mapping[str, Any], handled: Collection[str]) -> list[str]:
+    """Names of the unknown fields of `body`. Raises APIError 400 for one that is known and asks for something."""
+    unknown: list[str] = []
+    for name, value in body.items():
+        if name in handled or name in HARMLESS:
+            continue
+        if name == "best_of":
+            _check_best_of(value, body.get("n"))
+        elif name in _UNSUPPORTED:
+            hint, neutral = _UNSUPPORTED[name]
+            if value is not None and value is not False and value != "" and value not in neutral:
+                raise invalid(name, f"'{name}' is not supported: {hint}.", "unsupported_parameter")
+        else:
+            unknown.append(name)
+    return unknown
+
+
+def _check_best_of(value: object, n: object) -> None:
+    if value is not None and value != (1 if n is None else n):
+        message = f"'best_of' is not supported beyond 'n'; got {show(value)}. Ask for that many with 'n' and choose."
+        raise invalid("best_of", message, "unsupported_parameter")
+
+
+def ignored_header(names: Collection[str]) -> str:
+    """The header's value: client-chosen names, stripped of all that has no place in a header, a few hundred bytes."""
+    shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:40]) or "?" for name in list(names)[:16]]
+    if len(names) > len(shown):
+        shown.append("...")
+    return ", ".join(shown)

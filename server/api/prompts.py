@@ -1,0 +1,80 @@
+"""Prompts as token ids, and as the text each of them shows when echoed. All of it runs in a worker thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from server.api.errors import invalid
+from server.api.sampling import check_ids
+from server.api.wire import Prompt
+from server.generation import ModelCard
+from server.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """`pieces`: the text share of each id, joined the echoed text; None unless it is to be echoed."""
+
+    ids: tuple[int, ...]
+    pieces: tuple[str, ...] | None = None
+
+
+def tokenize(
+    prompts: Iterable[Prompt],
+    tokenizer: Tokenizer,
+    model: ModelCard,
+    *,
+    add_special_tokens: bool = True,
+    skip_special_tokens: bool = True,
+    echo: bool = False,
+) -> list[TokenizedPrompt]:
+    """Each prompt's ids, at least one of them. Raises APIError 400."""
+    tokenized: list[TokenizedPrompt] = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt, add_special_tokens)
+            if not ids:
+                raise invalid("prompt", f"'prompt' holds no tokens; send text{_or_bos(tokenizer)}.")
+        else:
+            ids = prompt
+            check_ids("prompt", ids, model)
+        # A prompt too long for the model is refused by its length; its echo would only cost time.
+        if echo and len(ids) <= model.max_model_len:
+            tokenized.append(TokenizedPrompt(tuple(ids), _echo(prompt, ids, tokenizer, skip_special_tokens)))
+        else:
+            tokenized.append(TokenizedPrompt(tuple(ids)))
+    return tokenized
+
+
+def _or_bos(tokenizer: Tokenizer) -> str:
+    bos = tokenizer.bos_token_id
+    return "" if bos is None else f", or [{bos}] to start from the beginning of a document"
+
+
+def _echo(prompt: Prompt, ids: Sequence[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> tuple[str, ...]:
+    """The pieces of a prompt, with special tokens shown or not, whichever gives back the text that was sent.
+
+    A special token stands in the ids either because it was written in the prompt (then it is echoed) or because the
+    tokenizer begins every text with it (then it is not).
+    """
+    pieces = _pieces(ids, tokenizer, skip_special_tokens)
+    if isinstance(prompt, str) and "".join(pieces) != prompt:
+        other = _pieces(ids, tokenizer, not skip_special_tokens)
+        if "".join(other) == prompt:
+            return other
+    return pieces
+
+
+def _pieces(ids: Sequence[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> tuple[str, ...]:
+    stream = TextStream(
+        tokenizer, (), stop=(), include_stop_str=False, skip_special_tokens=skip_special_tokens, min_tokens=0
+    )
+    for token_id in ids:
+        stream.append(token_id)
+    stream.finish()
+    return tuple(stream.pieces)

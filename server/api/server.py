@@ -1,0 +1,171 @@
+"""The process: binds, serves from the first second, and drains when told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import uvicorn
+from prometheus_client import CollectorRegistry
+
+from server.api.app import create_app
+from server.api.ports import Engine
+from server.api.service import Service
+from server.config import ServeSettings
+from server.generation import Phase
+from server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_POLL_SECONDS = 0.1
+# What a finished answer may take to reach a slow reader once the engine is done.
+_FLUSH_SECONDS = 3
+# What the engine may take to end after its last request; its step in progress cannot be interrupted.
+_STOP_SECONDS = 2.0
+# Longer than the idle timeouts of usual load balancers, so that it is never us who close a connection they reuse.
+_IDLE_CONNECTION_SECONDS = 75
+
+
+def serve(settings: ServeSettings) -> int:
+    """Serve until a signal. Returns the exit code: 0 after a drain, 1 if the port or the model cannot be had.
+
+    SIGTERM or SIGINT drains: /ready turns 503, new requests are refused, open ones finish within `shutdown_timeout`
+    and what is left then ends with an error. The port stays open meanwhile. A second signal ends the process at once.
+    """
+    from server.engine import AsyncEngine
+
+    try:
+        listener = bind(settings.host, settings.port)
+    except OSError as error:
+        logger.error(
+            "cannot listen on %s:%d: %s; choose with --host and --port",
+            settings.host,
+            settings.port,
+            error.strerror or error,
+        )
+        return 1
+    metrics = Metrics(CollectorRegistry(), settings.served_names[0])
+    return asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes a free one. Raises OSError."""
+    family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Uvicorn(uvicorn.Server):
+    """Signals are ours: uvicorn would close the port at the first one, before the drain is over."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listener: socket.socket) -> int:
+    """Serve `engine` on `listener` until a signal or until it cannot load; the exit code."""
+    app = create_app(engine, metrics, settings)
+    service: Service = app.state.service
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        name = signal.Signals(number).name
+        if service.draining:
+            logger.warning("%s again: ending at once", name)
+            _end(128 + number)
+        service.draining = True
+        timeout = settings.shutdown_timeout
+        logger.info("%s: finishing open requests, for up to %g seconds; once more ends at once", name, timeout)
+        stopping.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, on_signal, number)
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
+    http = _Uvicorn(config)
+    serving = asyncio.create_task(http.serve([listener]))
+    logger.info("listening on %s (loading the model)", url_of(listener))
+    try:
+        await engine.start()
+        code = await _until_stopped(engine, service, stopping, url_of(listener))
+        await _drain(engine, settings.shutdown_timeout)
+    finally:
+        http.should_exit = True
+        await serving
+        service.close()
+    try:
+        await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
+    except TimeoutError:
+        logger.error("the engine does not end; leaving it behind")
+        _end(1)
+    if engine.status.phase is not Phase.DEAD and engine.model is None:
+        _end(code)  # a thread is still loading, and the interpreter would wait for it
+    for number in _SIGNALS:
+        loop.remove_signal_handler(number)
+    logger.info("stopped")
+    return code
+
+
+async def _drain(engine: Engine, timeout: float) -> None:
+    try:
+        finished = await asyncio.wait_for(engine.drain(timeout), timeout + _STOP_SECONDS)
+    except TimeoutError:
+        finished = False
+    if not finished:
+        logger.warning("ended requests that were still open after %g seconds", timeout)
+
+
+def _end(code: int) -> NoReturn:
+    """Leave without waiting for threads."""
+    logging.shutdown()
+    os._exit(code)
+
+
+async def _until_stopped(engine: Engine, service: Service, stopping: asyncio.Event, url: str) -> int:
+    """Waits for a signal: 0. An engine that dies before it was ready has nothing to serve: 1.
+
+    One that dies later leaves the port open, so that probes and people can read why.
+    """
+    while not stopping.is_set():
+        status = engine.status
+        if status.phase is Phase.DEAD:
+            logger.error("cannot serve: %s", status.detail)
+            return 1
+        if status.phase is Phase.READY:
+            logger.info("ready: %s", url)
+            await stopping.wait()
+            break
+        try:
+            await asyncio.wait_for(stopping.wait(), _POLL_SECONDS)
+        except TimeoutError:
+            continue
+    return 0

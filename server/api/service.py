@@ -1,0 +1,94 @@
+"""What the routes share: the engine, the metrics, the settings, and the life of the server around them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from starlette.requests import Request
+
+from server.api.errors import APIError, show, unavailable
+from server.api.ports import Engine
+from server.config import ServeSettings
+from server.generation import ModelCard, Phase
+from server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from server.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+KEEP_ALIVE_SECONDS = 15.0
+_TOKENIZE_THREADS = 2
+
+
+class Service:
+    """One per app. `draining` is set at the first signal, before the engine has heard of it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: Metrics,
+        settings: ServeSettings,
+        keep_alive: float = KEEP_ALIVE_SECONDS,
+    ) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.settings = settings
+        self.keep_alive = keep_alive
+        self.draining = False
+        self._serial = itertools.count()
+        self._seeds = Random(secrets.randbits(64) if settings.seed is None else settings.seed)
+        self._workers = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
+
+    @property
+    def phase(self) -> Phase:
+        phase = self.engine.status.phase
+        return Phase.DRAINING if self.draining and phase is not Phase.DEAD else phase
+
+    def ready_model(self) -> tuple[ModelCard, Tokenizer]:
+        """The model in service. Raises APIError 503 unless requests can be taken."""
+        phase = self.phase
+        model, tokenizer = self.engine.model, self.engine.tokenizer
+        if phase is not Phase.READY or model is None or tokenizer is None:
+            raise unavailable(Phase.LOADING if phase is Phase.READY else phase, self.engine.status.detail)
+        return model, tokenizer
+
+    def fresh_seed(self) -> int:
+        """A seed for a prompt that brought none; reproducible in order of arrival when the server has a seed."""
+        return self._seeds.getrandbits(64) - 2**63
+
+    def fresh_serial(self) -> int:
+        """Distinguishes concurrent requests that arrived under one request id."""
+        return next(self._serial)
+
+    async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what would hold up the event loop (tokenizing, huge bodies) in a worker thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._workers, lambda: function(*args, **kwargs))
+
+    def close(self) -> None:
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+
+def service_of(request: Request) -> Service:
+    service = request.app.state.service
+    assert isinstance(service, Service)
+    return service
+
+
+def served_name(asked: str | None, model: ModelCard) -> str:
+    """The name to answer under. Raises APIError 404 for a model that is not served."""
+    if asked is None:
+        return model.served_names[0]
+    if asked in model.served_names:
+        return asked
+    names = ", ".join(show(name) for name in model.served_names[:8])
+    raise APIError(
+        404, f"There is no model {show(asked)}; this server has {names}.", param="model", code="model_not_found"
+    )

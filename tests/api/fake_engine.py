@@ -1,0 +1,258 @@
+"""An engine with the facade of the real one and an output known in advance: no model, no threads.
+
+A token is a byte. The output is the alphabet over and over, begun at a letter that the seed picks when the temperature
+is not 0; a logit bias of 100 forces one token instead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Callable, Sequence
+
+from server.generation import (
+    EngineStatus,
+    EngineUnavailable,
+    GenerationFailed,
+    GenerationRequest,
+    ModelCard,
+    Output,
+    OutputToken,
+    Phase,
+    QueueFull,
+    Usage,
+)
+from server.step import TokenLogprobs
+
+BOS, EOS = 256, 257
+
+
+class ByteTokenizer:
+    vocab_size = 258
+    bos_token_id = BOS
+    eos_token_id = EOS
+
+    def __init__(self, adds_bos: bool = False) -> None:
+        self.adds_bos = adds_bos
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * (self.adds_bos and add_special_tokens) + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return b"".join(self._shown(i, skip_special_tokens) for i in ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else None
+
+    def _shown(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        if token_id < 256:
+            return bytes([token_id])
+        return b"" if skip_special_tokens else (b"<s>", b"</s>")[token_id - BOS]
+
+
+def token_logprob(token_id: int, top: int) -> TokenLogprobs:
+    """The token itself is the likeliest; the next ids follow."""
+    others = tuple(((token_id + k) % 256, -0.5 - k) for k in range(top))
+    return TokenLogprobs(token_id, -0.5, others)
+
+
+class FakeStream:
+    def __init__(self, engine: FakeEngine, request: GenerationRequest, tokens: list[int]) -> None:
+        self.engine = engine
+        self.request = request
+        self.queue_seconds: float | None = None
+        self.closed_by: str | None = None
+        self.aborted: str | None = None
+        self.failure: Exception | None = None
+        self.over = False
+        self._outputs = self._plan(tokens)
+        self._sent = 0
+
+    def _plan(self, tokens: list[int]) -> list[Output]:
+        request = self.request
+        cached = self.engine.cached_tokens
+        scores = None
+        if request.prompt_logprobs is not None:
+            scored = [token_logprob(i, request.prompt_logprobs) for i in request.prompt_ids[1:]]
+            scores = (None, *scored)
+        prompt = len(request.prompt_ids)
+        if not tokens:
+            return [Output("", (), Usage(prompt, 0, cached), "length", None, scores)]
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        whole, pieces, matched = "", [], None
+        for index, token in enumerate(tokens):
+            final = index == len(tokens) - 1
+            pieces.append("" if token >= 256 else decoder.decode(bytes([token]), final))
+            whole += pieces[-1]
+            found = [(whole.find(stop), stop) for stop in request.stop if stop in whole]
+            if found:
+                at, matched = min(found)
+                whole = whole[:at]
+            if found or token in request.params.stop_token_ids:
+                break
+        outputs: list[Output] = []
+        end = 0
+        for index, piece in enumerate(pieces):
+            token = tokens[index]
+            top = request.params.logprobs
+            item = OutputToken(token, piece, None if top is None else token_logprob(token, top))
+            begin, end = end, end + len(piece)
+            reason: str | None = None
+            stop_reason: str | int | None = None
+            if index == len(pieces) - 1:
+                ended = token in request.params.stop_token_ids
+                reason = "stop" if matched or ended else "length"
+                stop_reason = matched or (token if ended and token != EOS else None)
+            usage = Usage(prompt, index + 1, cached)
+            outputs.append(
+                Output(whole[begin:end], (item,), usage, reason, stop_reason, scores if index == 0 else None)
+            )
+        return outputs
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> Output:
+        if self._sent == len(self._outputs) or self.over:
+            raise StopAsyncIteration
+        while not (self.failure or self.aborted or self.engine.gate.is_set()):
+            await self.engine.changed()
+        if self.failure:
+            self.end()
+            raise self.failure
+        usage = Usage(len(self.request.prompt_ids), self._sent, self.engine.cached_tokens)
+        if self.aborted:
+            self.end()
+            return Output("", (), usage, "abort")
+        if self.engine.step_seconds:
+            await asyncio.sleep(self.engine.step_seconds)
+        self.queue_seconds = 0.001
+        output = self._outputs[self._sent]
+        self._sent += 1
+        if output.finish_reason:
+            self.end()
+        return output
+
+    def close(self, cause: str = "disconnect") -> None:
+        if not self.over and self.closed_by is None:
+            self.closed_by = cause
+            self.end()
+
+    def end(self) -> None:
+        self.over = True
+        self.engine.open.pop(self.request.request_id, None)
+        self.engine.wake()
+
+
+class FakeEngine:
+    """`gate` holds every token back while it is clear; `tokens` may replace the output of a request."""
+
+    def __init__(self, *, names: tuple[str, ...] = ("tiny",), max_model_len: int = 64, max_open: int = 64) -> None:
+        self.card = ModelCard(
+            served_names=names,
+            root="/models/tiny",
+            revision=None,
+            dtype="float32",
+            vocab_size=ByteTokenizer.vocab_size,
+            max_model_len=max_model_len,
+            limited_by="--max-model-len",
+            eos_token_ids=frozenset({EOS}),
+            created=1_700_000_000,
+        )
+        self.bytes = ByteTokenizer()
+        self.phase = Phase.READY
+        self.detail = ""
+        self.max_open = max_open
+        self.cached_tokens = 0
+        self.step_seconds = 0.0
+        self.tokens: Callable[[GenerationRequest], list[int]] | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.open: dict[str, FakeStream] = {}
+        self.streams: list[FakeStream] = []
+        self.drained_with: float | None = None
+        self.stopped = False
+        self._changed = asyncio.Event()
+
+    @property
+    def status(self) -> EngineStatus:
+        return EngineStatus(self.phase, self.detail, running=len(self.open))
+
+    @property
+    def model(self) -> ModelCard | None:
+        return None if self.phase is Phase.LOADING else self.card
+
+    @property
+    def tokenizer(self) -> ByteTokenizer | None:
+        return None if self.phase is Phase.LOADING else self.bytes
+
+    @property
+    def requests(self) -> list[GenerationRequest]:
+        return [stream.request for stream in self.streams]
+
+    async def start(self) -> None:
+        pass
+
+    def submit(self, request: GenerationRequest) -> FakeStream:
+        if self.phase is not Phase.READY:
+            raise EngineUnavailable("not ready", self.phase)
+        if len(self.open) >= self.max_open:
+            raise QueueFull(f"{len(self.open)} requests are open", retry_after=7)
+        assert request.request_id not in self.open
+        assert request.leader is None or request.leader in self.open
+        stream = FakeStream(self, request, (self.tokens or _alphabet)(request)[: request.max_tokens])
+        self.open[request.request_id] = stream
+        self.streams.append(stream)
+        self.wake()
+        return stream
+
+    async def drain(self, timeout: float) -> bool:
+        self.phase = Phase.DRAINING
+        self.drained_with = timeout
+        try:
+            await asyncio.wait_for(self._until_idle(), timeout)
+        except TimeoutError:
+            for stream in self.open.values():
+                stream.aborted = "shutdown"
+            self.wake()
+            await self._until_idle()
+            return False
+        return True
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    def fail(self, message: str) -> None:
+        """What the death of the engine is to its callers."""
+        self.phase, self.detail = Phase.DEAD, message
+        for stream in self.open.values():
+            stream.failure = GenerationFailed(message)
+        self.wake()
+
+    def release(self) -> None:
+        self.gate.set()
+        self.wake()
+
+    def wake(self) -> None:
+        self._changed.set()
+
+    async def changed(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition`, which requests that come or go may change, holds."""
+        while not condition():
+            await self.changed()
+
+    async def _until_idle(self) -> None:
+        while self.open:
+            await self.changed()
+
+
+def _alphabet(request: GenerationRequest) -> list[int]:
+    forced = [i for i, bias in request.params.logit_bias.items() if bias == 100]
+    if forced:
+        return forced[:1] * request.max_tokens
+    start = request.params.seed % 26 if request.params.temperature else 0
+    return [97 + (start + i) % 26 for i in range(request.max_tokens)]

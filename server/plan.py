@@ -326,9 +326,9 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def _size(nbytes: int) -> str:
-    """Bytes in the largest binary unit of which there is at least one."""
-    power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
-    return f"{nbytes:,} B" if power == 0 else f"{nbytes / 1024**power:,.2f} {'KMGT'[power - 1]}iB"
+    """Bytes in the largest unit, up to GiB, of which there is at least one."""
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 3)
+    return f"{nbytes:,} B" if power == 0 else f"{nbytes / 1024**power:,.2f} {'KMG'[power - 1]}iB"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -21,11 +21,14 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "kv_n_heads", "
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "n_embed", "model_dim")
 _HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
-_WINDOW = ("sliding_window", "attention_chunk_size", "window_size")
 _TYPES = ("layer_types", "layers_block_type", "attention_layers")
 
 _FULL = {"full_attention", "attention", "global"}
-_WINDOWED = {"sliding_attention", "chunked_attention", "local"}
+_WINDOWED = {  # and where the config says how far they look back
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+    "local": "window_size",
+}
 _NO_CACHE = {"linear_attention", "mamba", "conv", "recurrent", "mlp", "moe"}
 _RECURRENT = ("mamba", "ssm_", "linear_num_", "conv_L_cache", "lru_width", "attn_layer_", "full_attention_interval")
 
@@ -114,7 +117,7 @@ def _layer_types(config: Config, model_type: str) -> Sequence[str]:
     if listed is not None:
         if count is not None and len(listed) != count:
             raise UnknownShape(f"{model_type} lists the types of {len(listed)} layers and has {count}")
-        if unknown := set(listed) - _FULL - _WINDOWED - _NO_CACHE:
+        if unknown := set(listed) - _FULL - _NO_CACHE - _WINDOWED.keys():
             raise UnknownShape(f"the formula does not cover layers of the type {', '.join(sorted(unknown))}")
         return [str(name) for name in listed]
     count = _positive(count, " or ".join(_LAYERS[:4]))
@@ -136,7 +139,7 @@ def _layer_types(config: Config, model_type: str) -> Sequence[str]:
 def _layer(config: Config, model_type: str, index: int, layer_type: str) -> LayerShape:
     own = _of_type(config, layer_type)
     heads = _positive(_at(_first(own, _HEADS), index), "/".join(_HEADS[:3]))
-    window = int(_first(own, _WINDOW) or 0) or None if layer_type in _WINDOWED else None
+    window = _positive(own.get(name), name) if (name := _WINDOWED.get(layer_type)) else None
     if config.get("kv_lora_rank"):
         rope = _positive(config.get("qk_rope_head_dim"), "qk_rope_head_dim")
         latent = _positive(config["kv_lora_rank"], "kv_lora_rank")

@@ -1,0 +1,201 @@
+"""What `sluice bench` does, from its options to the result."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+
+from server import __version__
+from server.bench.baseline import Comparison, bare_process, compare_with_bare
+from server.bench.client import BenchError, Client
+from server.bench.load import Limits, Run, closed_loop, count_tokens, model_of, open_loop, probe
+from server.bench.options import parse
+from server.bench.prefix import PrefixComparison
+from server.bench.process import own_server
+from server.bench.progress import ProgressLine
+from server.bench.report import Level, summarize, table
+from server.bench.workload import Workload, fit_prefix, load_prompts, poisson_arrivals
+
+
+class Bench:
+    """One run of the command."""
+
+    def __init__(self, options: argparse.Namespace, flags: Sequence[str]) -> None:
+        self.options = options
+        self.flags = list(flags)
+        self.prompts = load_prompts(options.prompts)
+        self.run_tag = secrets.token_hex(2)
+        self.progress = ProgressLine()
+
+    async def run(self) -> tuple[dict[str, Any], str, int]:
+        """Measure: the numbers as JSON, as text, and the exit status."""
+        if self.options.baseline:
+            comparison = await self.baseline(self.options.baseline)
+            return self.document("baseline", comparison.json()), comparison.table(), 0
+        if self.options.compare_prefix_cache:
+            prefixes = await self.compare_prefix_cache()
+            return self.document("prefix_cache", prefixes.json()), prefixes.table(), 0
+        levels = await self.levels()
+        status = 1 if any(level.failures for level in levels) else 0
+        return self.document("levels", [level.json() for level in levels]), table(levels), status
+
+    async def levels(self) -> list[Level]:
+        async with self.target() as client:
+            workload = await self.workload(client)
+            return await self.apply(client, workload)
+
+    async def compare_prefix_cache(self) -> PrefixComparison:
+        sides: dict[bool, list[list[Level]]] = {True: [], False: []}
+        prefix = ""
+        for turn in range(self.options.turns):
+            for caching in (True, False) if turn % 2 == 0 else (False, True):
+                self.progress.show(f"turn {turn + 1}: prefix cache {'on' if caching else 'off'}", milestone=True)
+                flag = "--enable-prefix-caching" if caching else "--no-enable-prefix-caching"
+                async with self.target([flag]) as client:
+                    workload = await self.workload(client, prefix)
+                    prefix = workload.prefix
+                    levels = await self.apply(client, workload)
+                if failed := next((level for level in levels if level.failures), None):
+                    raise BenchError(f"{failed.failures} requests failed: {next(iter(failed.failure_kinds))}")
+                sides[caching].append(levels)
+        on, off = (tuple(zip(*sides[caching], strict=True)) for caching in (True, False))
+        return PrefixComparison(self.options.shared_prefix, on, off)
+
+    async def baseline(self, batch: int) -> Comparison:
+        wanted = self.options.num_requests or 2 * batch
+        async with bare_process(self.flags) as bare:
+            await bare.ask("about")  # loaded, and idle from here on
+            async with self.target() as client:
+                workload = await self.workload(client)
+                return await compare_with_bare(
+                    client,
+                    workload,
+                    bare,
+                    batch=batch,
+                    requests=-(-wanted // batch) * batch,
+                    input_tokens=self.options.input_tokens,
+                    turns=self.options.turns,
+                    show=lambda text: self.progress.show(text, milestone=True),
+                )
+
+    @asynccontextmanager
+    async def target(self, flags: Sequence[str] = ()) -> AsyncIterator[Client]:
+        """The server to measure: the one at --url, or our own with further flags."""
+        options = self.options
+        if options.url:
+            yield Client(options.url, options.api_key, options.timeout)
+            return
+        async with own_server([*self.flags, *flags], lambda text: self.progress.show(text, milestone=True)) as url:
+            yield Client(url, options.api_key, options.timeout)
+
+    async def workload(self, client: Client, prefix: str = "") -> Workload:
+        """The work for a server, fitted to what it accepts, after the warm-up; `prefix` spares finding one again."""
+        options = self.options
+        name = options.model if options.url and options.model else await model_of(client)
+        workload = Workload(
+            self.prompts,
+            name,
+            options.output_tokens,
+            self.run_tag,
+            chat=options.chat,
+            temperature=options.temperature,
+            seed=options.seed,
+            verbatim=options.verbatim,
+        )
+        if missing := await probe(client, workload):
+            self.progress.show(f"the server refuses {', '.join(missing)}: measuring without", milestone=True)
+        if options.shared_prefix:
+            self.progress.show("measuring out the shared prefix")
+            text = "\n\n".join(self.prompts)
+
+            async def count(prompt: str) -> int:
+                return await count_tokens(client, workload, prompt)
+
+            workload.prefix = prefix or await fit_prefix(text, options.shared_prefix, count, self.run_tag)
+        if options.warmup:
+            self.progress.show("warming up")
+            warm = await closed_loop(client, workload, 1, Limits(options.warmup))
+            if failure := next((record.failure for record in warm.records if record.failure), None):
+                raise BenchError(f"a request of the warm-up failed: {failure}")
+        return workload
+
+    async def apply(self, client: Client, workload: Workload) -> list[Level]:
+        """Apply each load of the command line in turn."""
+        if self.options.rate:
+            return [await self.open_level(client, workload, rate) for rate in self.options.rate]
+        return [await self.closed_level(client, workload, n) for n in self.options.concurrency or (1, 8, 32)]
+
+    def limits(self, default: int) -> Limits:
+        requests, seconds = self.options.num_requests, self.options.duration
+        return Limits(requests if requests or seconds else default, seconds)
+
+    async def closed_level(self, client: Client, workload: Workload, concurrency: int) -> Level:
+        name = f"{concurrency} client" + "s" * (concurrency > 1)
+        limits = self.limits(max(8, 3 * concurrency))
+        run = await closed_loop(client, workload, concurrency, limits, self.counting(name, limits))
+        return self.summary(name, run)
+
+    async def open_level(self, client: Client, workload: Workload, rate: float) -> Level:
+        name = f"{rate:g} requests/s"
+        limits = self.limits(64)
+        arrivals = poisson_arrivals(rate, self.options.seed)
+        run = await open_loop(client, workload, arrivals, limits, self.counting(name, limits))
+        return self.summary(name, run)
+
+    def counting(self, name: str, limits: Limits) -> Any:
+        of = f" of {limits.requests}" if limits.requests else ""
+        self.progress.show(f"{name} ...", milestone=True)
+        return lambda done, failed: self.progress.show(f"{name}: {done}{of} requests, {failed} failed")
+
+    def summary(self, name: str, run: Run) -> Level:
+        self.progress.clear()
+        return summarize(name, run)
+
+    def document(self, kind: str, result: Any) -> dict[str, Any]:
+        """The result with what one needs to know to repeat it; the API key stays out."""
+        options = {name: value for name, value in vars(self.options).items() if name not in ("api_key", "json")}
+        return {
+            "sluice": __version__,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
+            "options": options,
+            "server_flags": self.flags,
+            kind: result,
+        }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `sluice bench`: 0 when every request succeeded, 1 when some failed or nothing could be measured."""
+    options, flags = parse(argv)
+    try:
+        document, text, status = asyncio.run(_until_told(Bench(options, flags)))
+    except BenchError as error:
+        print(f"sluice bench: {error}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        print("sluice bench: stopped", file=sys.stderr)
+        return 130
+    print(json.dumps(document, indent=2, default=str) if options.json else text)
+    return status
+
+
+async def _until_told(bench: Bench) -> tuple[dict[str, Any], str, int]:
+    """Run with SIGTERM and SIGHUP as Ctrl-C is: what was started is taken down again."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        return await bench.run()
+    finally:
+        bench.progress.clear()

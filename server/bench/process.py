@@ -1,0 +1,103 @@
+"""Servers and helpers that the benchmark starts for itself and takes down again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import IO
+
+from server.bench.client import BenchError, Client
+
+SERVE = (sys.executable, "-m", "server.cli", "serve")
+READY_TIMEOUT = 1800.0  # a first start may have to download and convert a model
+POLL_SECONDS = 0.2
+END_SECONDS = 15.0
+TAIL_BYTES = 3000
+
+
+@asynccontextmanager
+async def own_server(flags: Sequence[str], show: Callable[[str], None]) -> AsyncIterator[str]:
+    """Serve on a free port of this machine and yield the URL once the server is ready; gone afterwards.
+
+    flags: options of `sluice serve`, the model among them.
+    show: told the phase while it loads.
+    Raises BenchError, with the end of the server's log, if it cannot start or dies while it is used.
+    """
+    port = _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile() as log:
+        process = await asyncio.create_subprocess_exec(
+            *SERVE,
+            *flags,
+            "--host=127.0.0.1",
+            f"--port={port}",
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        died = None
+        try:
+            await _until_ready(process, Client(url, timeout=10.0), log, show)
+            try:
+                yield url
+            finally:
+                died = process.returncode
+        finally:
+            await end(process)
+            if died is not None:
+                raise BenchError(f"the server died (exit status {died}):\n{_tail(log)}")
+
+
+async def end(process: asyncio.subprocess.Process) -> None:
+    """Ask the process to stop, make it if it does not, and take what it started along. It must lead its own session."""
+    try:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(END_SECONDS):
+                await process.wait()
+    except TimeoutError:
+        pass
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+
+
+async def _until_ready(
+    process: asyncio.subprocess.Process, client: Client, log: IO[bytes], show: Callable[[str], None]
+) -> None:
+    deadline = client.clock() + READY_TIMEOUT
+    while client.clock() < deadline:
+        if process.returncode is not None:
+            raise BenchError(f"the server did not start (exit status {process.returncode}):\n{_tail(log)}")
+        try:
+            response = await client.request("GET", "/ready")
+        except (OSError, TimeoutError):
+            show("starting the server")
+        else:
+            if response.status == 200:
+                return
+            show(f"the server is not ready: {response.error}")
+        await asyncio.sleep(POLL_SECONDS)
+    raise BenchError(f"the server was not ready within {READY_TIMEOUT:.0f} s:\n{_tail(log)}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _tail(log: IO[bytes]) -> str:
+    log.flush()
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(0, size - TAIL_BYTES))
+    return log.read().decode("utf-8", "replace").strip()

@@ -1,0 +1,118 @@
+"""Reads one streamed completion into a `Record`, and decides whether it counts.
+
+A stream is good only if it was answered with 200, every event was well formed, none carried an error, some choice named
+a `finish_reason`, `[DONE]` came, and the body ended as its framing promised. Anything else is a failure with a reason.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from server.bench.http1 import EventParser, ProtocolError, ResponseParser
+from server.bench.record import Record
+
+ERROR_BODY = 4096  # bytes of an error body worth keeping
+
+
+class CompletionStream:
+    """Feed it the bytes of the response with the time each read returned."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self._response = ResponseParser()
+        self._events = EventParser()
+        self._error_body = b""
+        self._done = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more of interest can come."""
+        return self._response.complete or (self.record.failure is not None and self._response.status == 200)
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Account for bytes that were read at `now`."""
+        try:
+            body = self._response.feed(data)
+        except ProtocolError as error:
+            self.record.fail(str(error))
+            return
+        if self._response.status is None:
+            return
+        self.record.status = self._response.status
+        if self.record.status != 200:
+            self._error_body += body[: ERROR_BODY - len(self._error_body)]
+            return
+        for event in self._events.feed(body):
+            self._event(event, now)
+
+    def finish(self, now: float) -> None:
+        """The response is over at `now`: complete, cut, or given up."""
+        record = self.record
+        record.ended = now
+        whole = self._response.feed_eof()
+        if record.status is None:
+            record.fail("connection closed before a response")
+        elif record.status != 200:
+            record.fail(f"HTTP {record.status}: {error_message(self._error_body)}")
+        elif not self._done:
+            record.fail("stream ended without [DONE]" if whole else "stream cut before its end")
+        elif record.finish_reason is None:
+            record.fail("stream ended without a finish_reason")
+        elif not whole:
+            record.fail("stream cut after [DONE]")
+
+    def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self._done = True
+            return
+        try:
+            chunk = json.loads(data.decode())
+        except ValueError:
+            self.record.fail(f"event is not JSON: {data[:80]!r}")
+            return
+        if not isinstance(chunk, dict):
+            self.record.fail(f"event is not an object: {data[:80]!r}")
+        elif chunk.get("error"):
+            self.record.fail(f"error event: {_message(chunk['error'])}")
+        elif self._done:
+            self.record.fail("event after [DONE]")
+        else:
+            self._chunk(chunk, now)
+
+    def _chunk(self, chunk: dict[str, Any], now: float) -> None:
+        record = self.record
+        usage = chunk.get("usage") or {}
+        for choice in chunk.get("choices") or ():
+            record.finish_reason = choice.get("finish_reason") or record.finish_reason
+            if _has_text(choice):
+                record.arrivals.append(now)
+                record.totals.append(usage.get("completion_tokens"))
+        if usage:
+            record.prompt_tokens = usage.get("prompt_tokens")
+            record.completion_tokens = usage.get("completion_tokens")
+            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    """Whether a choice of /completions or /chat/completions shows the reader something."""
+    if choice.get("text"):
+        return True
+    delta = choice.get("delta") or {}
+    return bool(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
+
+
+def _message(error: Any) -> str:
+    return str(error.get("message", error)) if isinstance(error, dict) else str(error)
+
+
+def error_message(body: bytes) -> str:
+    """The words of an OpenAI error body, or the start of whatever it is instead."""
+    text = body.decode("utf-8", "replace").strip()
+    try:
+        parsed = json.loads(text)
+    except ValueError:
+        return text[:200] or "empty body"
+    if isinstance(parsed, dict):
+        return _message(parsed.get("error") or parsed.get("detail") or parsed)[:300]
+    return text[:200]

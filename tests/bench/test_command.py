@@ -1,0 +1,123 @@
+"""The command from arguments to output, with the fake server in place of `sluice serve`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from server.bench import main
+from server.bench.options import parse
+
+FAKE = (sys.executable, "-m", "tests.bench.fake_server")
+QUICK = ["--num-requests", "4", "--output-tokens", "3", "--warmup", "1"]
+
+
+@pytest.fixture(autouse=True)
+def fake_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.bench.process.SERVE", FAKE)
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_own_server_is_measured_and_gone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    note = tmp_path / "pid"
+    assert main([*QUICK, "--concurrency", "1,2", "--json", "--model", "some-model", "--", "--note", str(note)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [level["load"] for level in result["levels"]] == ["1 client", "2 clients"]
+    assert [level["requests"] for level in result["levels"]] == [4, 4]
+    assert [level["output_tokens"] for level in result["levels"]] == [12, 12]
+    assert result["server_flags"] == ["some-model", "--note", str(note)]
+    assert "api_key" not in result["options"]
+    assert gone(int(note.read_text()))
+
+
+def test_table_of_an_open_loop(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--rate", "200"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["200", "requests/s", "4", "0"]
+
+
+def test_prefix_cache_comparison_runs_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*QUICK, "--concurrency", "1", "--turns", "2", "--shared-prefix", "100", "--json"]
+    assert main(["--compare-prefix-cache", *options]) == 0
+    result = json.loads(capsys.readouterr().out)["prefix_cache"]
+    assert result["prefix_tokens"] == 100
+    assert len(result["levels"]["on"][0]) == len(result["levels"]["off"][0]) == 2
+    assert min(level["input_tokens"] for level in result["levels"]["on"][0]) >= 4 * 99
+    assert result["summary"][0]["ratio"] > 0
+
+
+def test_a_server_that_cannot_start_shows_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--", "--die"]) == 1
+    assert "the model cannot be loaded" in capsys.readouterr().err
+
+
+def test_failures_make_the_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--url", "http://127.0.0.1:9", "--model", "m"]) == 1
+    assert "127.0.0.1:9" in capsys.readouterr().err
+
+
+def test_a_terminated_benchmark_takes_its_server_along(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    code = (
+        "import sys, server.bench.process as p, server.bench; "
+        f"p.SERVE = {FAKE!r}; sys.exit(server.bench.main(sys.argv[1:]))"
+    )
+    bench = subprocess.Popen(
+        [sys.executable, "-c", code, "--duration", "600", "--concurrency", "1", "--", "--note", str(note)],
+        stderr=subprocess.PIPE,
+    )
+    while not (note.exists() and note.read_text()) and bench.poll() is None:
+        time.sleep(0.02)
+    bench.send_signal(signal.SIGTERM)
+    assert b"stopped" in bench.communicate(timeout=60)[1]
+    assert bench.returncode == 130
+    assert gone(int(note.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--url", "http://x", "--", "--dtype", "bfloat16"], "leave out --url"),
+        (["--url", "http://x", "--baseline"], "leave out --url"),
+        (["--baseline", "--rate", "2"], "leave out --rate"),
+        (["--baseline", "--shared-prefix", "9"], "leave out --shared-prefix"),
+        (["--rate", "1", "--concurrency", "1"], "not allowed with"),
+        (["--concurrency", "0"], "must be above 0"),
+        (["--rate", "inf"], "must be above 0"),
+        (["--concurrency", "1,x"], "list of whole numbers"),
+        (["--warmup", "-1"], "at least 0"),
+        (["--", "--port=1"], "chooses --host and --port"),
+        (["positional"], "unrecognized"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(argv: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse(argv)
+    assert stop.value.code == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert "sluice bench --baseline" in capsys.readouterr().out
+
+
+def test_defaults_of_modes() -> None:
+    assert parse(["--compare-prefix-cache"])[0].shared_prefix == 512
+    assert parse(["--baseline"])[0].baseline == 32
+    assert parse(["--model", "m", "--", "--dtype", "float32"])[1] == ["m", "--dtype", "float32"]

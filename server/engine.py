@@ -58,6 +58,7 @@ class GenerationStream(AsyncIterator[Output]):
 
     def __init__(self, request_id: str, abort: Callable[[str, AbortCause], None]) -> None:
         self.request_id = request_id
+        self.queue_seconds: float | None = None  # from submission to first admission, once it has been admitted
         self._abort = abort
         self._outputs: list[Output] = []
         self._failure: Exception | None = None
@@ -126,7 +127,8 @@ class AsyncEngine:
         self._started: Started | None = None
         self._sessions: dict[str, Session] = {}
         self._device = ThreadPoolExecutor(1, thread_name_prefix="sluice-device")
-        self._outbox: list[tuple[str, Output | Exception]] = []
+        self._streams: dict[str, GenerationStream] = {}
+        self._outbox: list[tuple[GenerationStream, Output | Exception]] = []
         self._recomputed_tokens = 0
 
     # Callers' side
@@ -166,7 +168,7 @@ class AsyncEngine:
         stream = GenerationStream(request.request_id, self.abort)
         self._open[request.request_id] = stream
         arrived = time.monotonic()
-        self._post(lambda: self._take_in(request, arrived))
+        self._post(lambda: self._take_in(request, stream, arrived))
         return stream
 
     def abort(self, request_id: str, cause: AbortCause) -> None:
@@ -227,14 +229,11 @@ class AsyncEngine:
             except RuntimeError:
                 logger.debug("the engine's loop has ended")
 
-    def _deliver(self, batch: list[tuple[str, Output | Exception]]) -> None:
-        for request_id, output in batch:
-            stream = self._open.get(request_id)
-            if stream is None:
-                continue
+    def _deliver(self, batch: list[tuple[GenerationStream, Output | Exception]]) -> None:
+        for stream, output in batch:
             stream.deliver(output)
             if isinstance(output, Exception) or output.finish_reason is not None:
-                del self._open[request_id]
+                del self._open[stream.request_id]
         if not self._open:
             self._idle.set()
 
@@ -249,11 +248,15 @@ class AsyncEngine:
             self._die(f"{type(error).__name__}: {error}")
 
     def _load(self) -> None:
-        from server.startup import start_up  # imports torch, which takes seconds: not before the port answers
+        begun = time.monotonic()
+        self._detail = "importing torch"
+        from server.startup import start_up  # takes seconds: not before the port answers
 
+        self.metrics.startup("import", time.monotonic() - begun)
         self._started = start_up(self.settings, self.metrics, self._device, self._report_loading)
         self.model = self._started.card
         self.tokenizer = self._started.tokenizer
+        self.metrics.startup("total", time.monotonic() - begun)
         self._max_open = self._started.scheduler.config.max_num_seqs + self.settings.max_queued_requests
 
     def _report_loading(self, phase: str, fraction: float) -> None:
@@ -283,7 +286,9 @@ class AsyncEngine:
                 continue
             now = time.monotonic()
             for sequence in scheduler.admitted:
-                self._sessions[sequence.request_id].admitted = now
+                session = self._sessions[sequence.request_id]
+                session.admitted = now
+                self._streams[sequence.request_id].queue_seconds = now - session.arrived
             result = await self._engine_loop.run_in_executor(self._device, started.runner.run, plan)
             self._finish_step(scheduler, plan, result, begun, now)
 
@@ -346,14 +351,14 @@ class AsyncEngine:
         output = session.advance(progress, self._started.tokenizer, self._started.card.eos_token_ids)
         if output is None:
             return 0
-        self._outbox.append((session.request.request_id, output))
+        self._outbox.append((self._streams[session.request.request_id], output))
         if output.finish_reason is not None:
             if progress.finish_reason is None:
                 scheduler.abort(progress.request)  # a stop string, which the scheduler does not know of
             self._close(session, output.finish_reason, None, now)
         return len(output.tokens)
 
-    def _take_in(self, request: GenerationRequest, arrived: float) -> None:
+    def _take_in(self, request: GenerationRequest, stream: GenerationStream, arrived: float) -> None:
         assert self._started is not None
         leader = self._sessions.get(request.leader) if request.leader is not None else None
         sequence = Request(
@@ -367,6 +372,7 @@ class AsyncEngine:
             leader=leader.sequence if leader is not None else None,
         )
         self._sessions[request.request_id] = Session(request, sequence, arrived)
+        self._streams[request.request_id] = stream
         self._started.scheduler.add(sequence)
 
     def _cut_off(self, request_id: str, cause: AbortCause) -> None:
@@ -378,12 +384,12 @@ class AsyncEngine:
         in_vain = session.num_held if session.first_token is not None else sequence.num_computed - sequence.num_cached
         self.metrics.discarded("disconnect" if cause == "disconnect" else "abort", max(0, in_vain))
         self._started.scheduler.abort(sequence)
-        self._outbox.append((request_id, session.cut_off()))
+        self._outbox.append((self._streams[request_id], session.cut_off()))
         self._close(session, "abort", cause, time.monotonic())
 
     def _close(self, session: Session, finish_reason: str, cause: AbortCause | None, now: float) -> None:
         """Forget a request that is over and report it."""
-        del self._sessions[session.request.request_id]
+        del self._sessions[session.request.request_id], self._streams[session.request.request_id]
         total = now - session.arrived
         self._mean_seconds += 0.1 * (total - self._mean_seconds)
         usage = session.usage
@@ -442,7 +448,7 @@ class AsyncEngine:
         self._caller_loop.call_soon_threadsafe(self._fail_all, failure)
 
     def _fail_all(self, failure: GenerationFailed) -> None:
-        self._deliver([(request_id, failure) for request_id in list(self._open)])
+        self._deliver([(stream, failure) for stream in list(self._open.values())])
 
 
 def _between(earlier: float | None, later: float | None) -> float | None:

@@ -151,4 +151,6 @@ class BlockPool:
         assert len(free) == self.num_free, "free runs overlap"
         assert free.isdisjoint(cached) and free.isdisjoint(used) and cached.isdisjoint(used), "a block has two states"
         assert len(free) + len(cached) + len(used) == self.capacity, "a block has no state"
-        assert self._published == cached | (self._published & used), "a published block is free, or a cached one unpublished"
+        assert self._published == cached | (self._published & used), (
+            "a published block is free, or a cached one unpublished"
+        )

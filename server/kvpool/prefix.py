@@ -70,7 +70,9 @@ class PrefixCache:
             parent = node
         return chain
 
-    def publish(self, parent: PrefixNode | None, key: bytes, salt: str, tokens: Int64Array, block: int) -> PrefixNode | None:
+    def publish(
+        self, parent: PrefixNode | None, key: bytes, salt: str, tokens: Int64Array, block: int
+    ) -> PrefixNode | None:
         """Publish a computed full block behind `parent`; returns the node the next block of the sequence hangs on.
 
         When the same prefix is published already, that block stays and this one remains private to its sequence.

@@ -1,0 +1,159 @@
+"""From options to something that can run: loads the model, measures it, sizes its pool and makes its scheduler."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from server.config import ServeSettings
+from server.generation import ModelCard
+from server.kvpool.layout import CacheLayout
+from server.metrics import Metrics, ModelReport, StartupPhase
+from server.model.loader import LoadedModel, load_model
+from server.model.memory import MemoryDivision, available_memory, divide_memory, startup_report
+from server.model.runner import ModelRunner
+from server.scheduler.scheduler import Scheduler, SchedulerConfig
+from server.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A loaded model with all that serves it."""
+
+    card: ModelCard
+    tokenizer: Tokenizer
+    runner: ModelRunner
+    scheduler: Scheduler
+
+
+def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report: Report) -> Started:
+    """Load and measure. `device` is the thread that will run the steps; the model is touched on it from the probe on.
+
+    Raises ModelLoadError with a sentence for the operator.
+    """
+    with _timed(metrics, "load_weights"):
+        loaded = load_model(settings, report)
+    limits = settings.step_limits(loaded.device.type)
+    max_scored_tokens = min(256, limits.max_num_batched_tokens)
+
+    report("measuring the largest step", 0.0)
+    with _timed(metrics, "profile"):
+        runner = device.submit(ModelRunner, loaded.model, settings.attention_backend, settings.block_size).result()
+        step_bytes = device.submit(
+            runner.measure_worst_step,
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+            limits.max_num_seqs + max_scored_tokens,
+        ).result()
+        division = divide_memory(
+            settings,
+            runner.layout,
+            device_type=loaded.device.type,
+            weight_bytes=loaded.weight_bytes,
+            available_bytes=available_memory(loaded.device),
+            step_bytes=step_bytes,
+            max_model_len=loaded.max_model_len,
+        )
+        report("allocating the cache", 0.0)
+        device.submit(runner.allocate, division.num_blocks).result()
+
+    scheduler = Scheduler(
+        SchedulerConfig(
+            block_size=settings.block_size,
+            num_blocks=division.num_blocks - 1,  # the trash block is the runner's
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_scored_tokens=max_scored_tokens,
+            prefix_caching=settings.enable_prefix_caching,
+            admission=settings.admission,
+        )
+    )
+    card = _model_card(settings, loaded, scheduler.capacity_tokens)
+    _announce(settings, loaded, runner, card, division)
+    _tell_metrics(settings, metrics, loaded, runner.layout, card, division)
+    return Started(card, loaded.tokenizer, runner, scheduler)
+
+
+def _model_card(settings: ServeSettings, loaded: LoadedModel, pool_tokens: int) -> ModelCard:
+    if pool_tokens < loaded.max_model_len:
+        max_model_len, limited_by = pool_tokens, "the KV pool: raise it with --kv-blocks or --kv-bytes"
+    elif settings.max_model_len is not None:
+        max_model_len, limited_by = loaded.max_model_len, "--max-model-len"
+    else:
+        max_model_len, limited_by = loaded.max_model_len, "the model's own context length"
+    return ModelCard(
+        served_names=settings.served_names,
+        root=loaded.root,
+        revision=loaded.revision,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        vocab_size=loaded.model.config.get_text_config(decoder=True).vocab_size,
+        max_model_len=max_model_len,
+        limited_by=limited_by,
+        eos_token_ids=loaded.eos_token_ids,
+        created=int(time.time()),
+        default_sampling=loaded.default_sampling,
+    )
+
+
+def _announce(
+    settings: ServeSettings, loaded: LoadedModel, runner: ModelRunner, card: ModelCard, division: MemoryDivision
+) -> None:
+    for line in startup_report(
+        card.served_names[0],
+        card.dtype,
+        str(loaded.device),
+        runner.layout,
+        [spec.window for spec in runner.specs],
+        loaded.max_model_len,
+        division,
+    ):
+        logger.info("%s", line)
+    limits = settings.step_limits(loaded.device.type)
+    logger.info(
+        "batch   up to %d sequences and %s tokens a step, %s admission, prefix cache %s",
+        limits.max_num_seqs,
+        f"{limits.max_num_batched_tokens:,}",
+        settings.admission,
+        "on" if settings.enable_prefix_caching else "off",
+    )
+
+
+def _tell_metrics(
+    settings: ServeSettings,
+    metrics: Metrics,
+    loaded: LoadedModel,
+    layout: CacheLayout,
+    card: ModelCard,
+    division: MemoryDivision,
+) -> None:
+    metrics.memory("weights", division.weight_bytes)
+    metrics.memory("kv_cache", division.num_blocks * layout.bytes_per_block)
+    metrics.memory("activations_peak", division.step_bytes)
+    metrics.memory("device_free", max(0, division.left_bytes))
+    metrics.model_loaded(
+        ModelReport(
+            model=loaded.root,
+            revision=loaded.revision,
+            dtype=card.dtype,
+            max_model_len=card.max_model_len,
+            block_size=settings.block_size,
+            num_blocks=division.num_blocks - 1,
+            kv_cache_dtype=card.dtype,
+            prefix_caching=settings.enable_prefix_caching,
+        )
+    )
+
+
+@contextmanager
+def _timed(metrics: Metrics, phase: StartupPhase) -> Iterator[None]:
+    begun = time.monotonic()
+    yield
+    metrics.startup(phase, time.monotonic() - begun)

@@ -1,0 +1,146 @@
+"""Where a Hugging Face model's attention layers reach us: one function registered with transformers.
+
+The function is registered with `AttentionInterface` and not with the mask interface, so transformers builds no mask and
+hands over queries, keys and values after rotary embedding. What to do with them is up to the `Attend` that is current
+on the calling thread: the probe records them, `PagedAttention` serves them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from server.model.attention import AttentionBackend
+from server.model.attention.metadata import StepMetadata
+from server.model.spec import LayerSpec
+
+IMPLEMENTATION = "sluice_paged"
+
+# Arguments that other implementations need and that say nothing about the result in packed causal attention.
+_HARMLESS = frozenset({"position_ids", "cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k"})
+
+
+class UnexpectedAttention(RuntimeError):
+    """A layer asked for attention of a kind that packed, paged, causal attention is not."""
+
+
+@dataclass(slots=True, eq=False)
+class AttentionCall:
+    """What a layer handed over. query [H, T, key_dim], key [kv_heads, T, key_dim], value [kv_heads, T, value_dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+    sink: Tensor | None
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        query, key, value = self.query, self.key, self.value
+        return (
+            query.shape[0],
+            key.shape[0],
+            key.shape[2],
+            value.shape[2],
+            self.scale,
+            self.window,
+            self.softcap,
+            self.sink is not None,
+        )
+
+
+class Attend(Protocol):
+    """Computes the attention of one layer for the packed tokens: [T, H, value_dim]."""
+
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor: ...
+
+
+class _Current(threading.local):
+    attend: Attend | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """Send the attention of hooked models run on this thread to `attend`."""
+    before = _current.attend
+    _current.attend = attend
+    try:
+        yield
+    finally:
+        _current.attend = before
+
+
+def _hook(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **rest: object,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers: query [1, H, T, D] and so on -> ([1, T, H, value_dim], no weights)."""
+    attend = _current.attend
+    if attend is None:
+        raise RuntimeError("the model's attention is paged: run it through ModelRunner, or set another implementation")
+    if attention_mask is not None:
+        raise UnexpectedAttention("brings an attention mask of its own")
+    if is_causal is False or (is_causal is None and module.__dict__.get("is_causal") is False):
+        raise UnexpectedAttention("is bidirectional")
+    if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+        raise UnexpectedAttention("attends to other keys than those of its own tokens (cross-attention or shared keys)")
+    if dropout:
+        raise UnexpectedAttention("uses dropout; call model.eval() first")
+    for name, argument in rest.items():
+        if isinstance(argument, Tensor) and name not in _HARMLESS:
+            raise UnexpectedAttention(f"depends on an input that paged attention does not know ({name})")
+    scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+    call = AttentionCall(query[0], key[0], value[0], scale, sliding_window or None, softcap or None, s_aux)
+    return attend(module, call).unsqueeze(0), None
+
+
+AttentionInterface.register(IMPLEMENTATION, _hook)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    """A probed layer: its spec, the geometry every call must have, and the backend that computes it."""
+
+    spec: LayerSpec
+    geometry: tuple[object, ...]
+    backend: AttentionBackend
+
+
+class PagedAttention:
+    """Writes a step's keys and values to the pool and attends through the layer's backend."""
+
+    def __init__(self, layers: Mapping[nn.Module, Layer], step: StepMetadata) -> None:
+        self._layers = layers
+        self._step = step
+
+    def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
+        layer = self._layers[module]
+        if call.geometry != layer.geometry:
+            raise UnexpectedAttention(
+                f"layer {layer.spec.layer_idx} changed its attention after the probe: {call.geometry} is not {layer.geometry}"
+            )
+        step = self._step
+        step.pool.write(layer.spec.layer_idx, step.slots, call.key, call.value)
+        query = call.query.transpose(0, 1)
+        return layer.backend.attend(query, call.key, call.value, call.sink, layer.spec, step)

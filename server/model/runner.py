@@ -1,0 +1,210 @@
+"""Runs planned steps on the model. The only code that touches the device; used by one thread."""
+
+from __future__ import annotations
+
+import inspect
+import time
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from server.kvpool.layout import CacheLayout
+from server.kvpool.tensors import KVTensors
+from server.model.attention import select_backends
+from server.model.attention.metadata import StepMetadata
+from server.model.hook import IMPLEMENTATION, Layer, PagedAttention, attending
+from server.model.probe import check_numbers, probe, probe_tokens
+from server.model.rope import pin_rope
+from server.model.sampler import Sampler
+from server.model.spec import LayerSpec, cache_layout
+from server.model.trial import pack, worst_step
+from server.step import StepPlan, StepResult
+
+_CHECKED_TOKENS = 12
+_CHECKED_CHUNKS = (5, 4, 1, 1, 1)
+
+
+class ModelRunner:
+    """A hooked model, its pool and its sampler.
+
+    The model is switched to paged attention, probed, and compared with itself as it was (`server.model.probe`).
+
+    specs: the layers. layout: what they cache. pool: the cache's memory, only the trash block until `allocate`.
+    backends: the name of each layer's attention backend.
+
+    Args:
+        model: a loaded causal language model on its device; it belongs to the runner from now on.
+        backend: "auto", "reference" or "cpu".
+        block_size: tokens of a block.
+        max_model_len: longest sequence that will be served; by default the most that the configuration promises.
+            Rotary embeddings that depend on the sequence's length are fixed for this one.
+        vocab_size: ids from here on are never drawn; by default those beyond the model's own vocabulary.
+
+    Raises:
+        UnsupportedModel: the model could only be served wrongly.
+        ValueError: the backend is unknown or does not run on the model's device.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        backend: str,
+        block_size: int,
+        *,
+        max_model_len: int | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.model = model.eval()
+        self.device = model.device
+        self.block_size = block_size
+        self.max_model_len = max_model_len or _promised_len(model)
+        self._sampler = Sampler(vocab_size or model.config.vocab_size)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+        probed = probe(model)
+        self.specs: tuple[LayerSpec, ...] = tuple(layer.spec for layer in probed)
+        backends = select_backends(backend, self.specs, self.device)
+        self.backends = tuple(backend.name for backend in backends)
+        self._dtype = probed[0].dtype
+        self.layout: CacheLayout = cache_layout(self.specs, self._dtype.itemsize, block_size)
+        self._layers: dict[nn.Module, Layer] = {
+            layer.module: Layer(layer.spec, layer.geometry, backend)
+            for layer, backend in zip(probed, backends, strict=True)
+        }
+        pin_rope(model, self.max_model_len)
+        self._check_numbers()
+        self.allocate(1)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block."""
+        self.pool = KVTensors(self.layout.layers, num_blocks, self.block_size, self._dtype, self.device)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute the step's tokens, write their keys and values to the pool, and draw the samples.
+
+        Raises:
+            NonFiniteLogits: from the sampler; the pool holds the step's keys and values all the same.
+        """
+        clock = _Clock(self.device)
+        logits = self._forward(plan)
+        clock.lap()
+        num_samples = len(plan.params)
+        token_ids, logprobs = self._sampler.sample(logits[:num_samples], plan)
+        scores = self._sampler.score(logits[num_samples:], plan)
+        clock.lap()
+        forward_seconds, sample_seconds = clock.seconds()
+        return StepResult(token_ids, logprobs, scores, forward_seconds, sample_seconds)
+
+    def measure_worst_step(self, max_tokens: int, max_seqs: int, logit_rows: int) -> int:
+        """Bytes that a step takes at most beside weights and pool, for so many packed tokens, sequences and logits.
+
+        On CUDA the step is run, on the trash block, and its peak measured. On a CPU, where a large model takes minutes
+        for it and memory is not partitioned, the peak is estimated from the model's widths.
+        """
+        if self.device.type != "cuda":
+            return self._estimate_step(max_tokens, logit_rows)
+        plan = worst_step(max_tokens, max_seqs, logit_rows, self.max_model_len, self.block_size)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.run(plan)
+        peak = torch.cuda.max_memory_reserved(self.device) - before
+        torch.cuda.empty_cache()
+        return peak
+
+    def _estimate_step(self, max_tokens: int, logit_rows: int) -> int:
+        """Logits, their float32 form and the sampler's copy; and for each token the residual stream and the two
+        widest activations of a layer, thrice over for operands and results that are alive together."""
+        config = self.model.config
+        head = self.model.get_output_embeddings()
+        widths = [module.out_features for module in self.model.modules() if isinstance(module, nn.Linear) and module is not head]
+        active = getattr(config, "num_experts_per_tok", None) or 1
+        widest = max([*widths, config.hidden_size]) * active
+        logits = 3 * logit_rows * config.vocab_size * 4
+        return logits + max_tokens * 3 * (2 * widest + config.hidden_size) * self._dtype.itemsize
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """Logits [S + P, V] at the plan's `logit_indices`."""
+        parts = (plan.input_ids, plan.positions, plan.slots, plan.logit_indices, plan.context_lens, plan.block_tables)
+        host = torch.from_numpy(np.concatenate([part.ravel() for part in parts], dtype=np.int64))
+        if self.device.type == "cuda":
+            host = host.pin_memory()
+        packed = host.to(self.device, non_blocking=True)
+        input_ids, positions, slots, rows, context_lens, tables = packed.split([part.size for part in parts])
+        step = StepMetadata(
+            pool=self.pool,
+            slots=slots,
+            positions=positions,
+            context_lens=context_lens,
+            block_tables=tables.view(plan.block_tables.shape),
+            query_starts=plan.query_starts,
+            host_context_lens=plan.context_lens,
+            host_block_tables=plan.block_tables,
+        )
+        inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False}
+        with attending(PagedAttention(self._layers, step)):
+            if self._keeps_logits:
+                logits: Tensor = self.model(**inputs, logits_to_keep=rows).logits
+                return logits[0]
+            hidden = self.model.base_model(**inputs).last_hidden_state
+        head = self.model.get_output_embeddings()
+        assert isinstance(head, nn.Module)
+        computed: Tensor = head(hidden[0, rows])
+        return computed
+
+    @torch.inference_mode()
+    def _check_numbers(self) -> None:
+        ids = probe_tokens(self.model.config, _CHECKED_TOKENS)
+        self.model.set_attn_implementation("eager")
+        expected = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+        self.model.set_attn_implementation(IMPLEMENTATION)
+        check_numbers(self.model, expected, lambda neighbour: self._compute_in_chunks(ids, neighbour), self.max_model_len)
+
+    def _compute_in_chunks(self, ids: Tensor, neighbour: int | None) -> Tensor:
+        """Logits [n, V] of the tokens `ids`, computed chunk by chunk in a small pool full of NaN, after one token at
+        position `neighbour` of another sequence in each pack."""
+        num_blocks = self.layout.blocks_for(len(ids))
+        self.allocate(num_blocks + 2)
+        self.pool.fill_(float("nan"))
+        table = list(range(num_blocks + 1, 1, -1))
+        logits, start = [], 0
+        for size in _CHECKED_CHUNKS:
+            chunk = (ids[start : start + size].tolist(), start, table)
+            others = [] if neighbour is None else [([int(ids[0])], 0, [1])]
+            plan = pack([*others, chunk], self.block_size, first_position=neighbour)
+            logits.append(self._forward(plan)[len(others) :])
+            start += size
+        return torch.cat(logits)
+
+
+def _promised_len(model: PreTrainedModel) -> int:
+    promised = getattr(model.config, "max_position_embeddings", None)
+    return promised if isinstance(promised, int) and promised > 0 else 4096
+
+
+class _Clock:
+    """Seconds between laps, by the device's own clock where it has one, so that timing never waits for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._laps: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.lap()
+
+    def lap(self) -> None:
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._laps.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """The time of each lap, once all of them are over."""
+        if self._cuda:
+            self._events[-1].synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:], strict=False)]
+        return [b - a for a, b in zip(self._laps, self._laps[1:], strict=False)]

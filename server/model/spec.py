@@ -1,0 +1,71 @@
+"""What a layer's attention is, as the probe saw it, and what such a layer stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.kvpool.layout import CacheLayout, LayerLayout, attention_kind
+from server.model.errors import ModelLoadError
+
+
+class UnsupportedModel(ModelLoadError):
+    """The model loads, but could only be served wrongly. The message says in one sentence why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """Which earlier keys a query may see: those less than `window` back, those in its own span of `chunk` positions.
+
+    Keys and queries are counted by their index in the sequence's cache; None sets no limit.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, query: int) -> int:
+        """Index of the first key that the query at index `query` sees; it sees all from there up to itself."""
+        start = 0
+        if self.window is not None:
+            start = max(start, query - self.window + 1)
+        if self.chunk is not None:
+            start = max(start, query - query % self.chunk)
+        return start
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer's attention.
+
+    scale: factor of the scores before the soft-cap.
+    window: a query sees this many keys, itself included (sliding window).
+    chunk: a query sees only keys of its own span of so many positions (Llama 4's chunked attention).
+    softcap: scores s become `softcap * tanh(s / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
+    has_sink: each head has a logit that takes part in the softmax and has no value (gpt-oss).
+    """
+
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    softcap: float | None = None
+    has_sink: bool = False
+
+    @property
+    def visibility(self) -> Visibility:
+        return Visibility(self.window, self.chunk)
+
+    @property
+    def layout(self) -> LayerLayout:
+        """What the layer stores for a token. Latent attention arrives expanded, one key and value for each head."""
+        kind = attention_kind(self.num_heads, self.num_kv_heads)
+        return LayerLayout(kind, self.num_kv_heads, self.key_dim, self.value_dim)
+
+
+def cache_layout(specs: Sequence[LayerSpec], element_bytes: int, block_size: int) -> CacheLayout:
+    """The cache of a model with these layers."""
+    return CacheLayout(tuple(spec.layout for spec in specs), element_bytes, block_size)

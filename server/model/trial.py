@@ -1,0 +1,92 @@
+"""Step plans made up by the runner itself: to check a model at load, and to measure its largest step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from server.step import History, SamplingParams, StepPlan
+
+# Token ids, cache index of the first of them, block table.
+Chunk = tuple[Sequence[int], int, Sequence[int]]
+
+
+def pack(chunks: Sequence[Chunk], block_size: int, *, first_position: int | None = None) -> StepPlan:
+    """A step that computes these chunks of different sequences and wants the logits of every token, but no sample.
+
+    first_position: position of the first chunk's first token, where it is not its cache index.
+    """
+    widest = max(len(table) for _, _, table in chunks)
+    tables = np.zeros((len(chunks), widest), dtype=np.int32)
+    ids: list[int] = []
+    indices, slots = [], []
+    for row, (tokens, start, table) in enumerate(chunks):
+        tables[row, : len(table)] = table
+        index = np.arange(start, start + len(tokens))
+        ids += tokens
+        indices.append(index)
+        slots.append(tables[row, index // block_size].astype(np.int64) * block_size + index % block_size)
+    positions = np.concatenate(indices)
+    if first_position is not None:
+        positions[: len(chunks[0][0])] += first_position - chunks[0][1]
+    lengths = [len(tokens) for tokens, _, _ in chunks]
+    nothing = np.empty(0, dtype=np.int64)
+    return StepPlan(
+        step=0,
+        input_ids=np.array(ids, dtype=np.int64),
+        positions=positions,
+        slots=np.concatenate(slots),
+        query_starts=np.cumsum([0, *lengths], dtype=np.int32),
+        context_lens=np.array([start + len(tokens) for tokens, start, _ in chunks], dtype=np.int32),
+        block_tables=tables,
+        logit_indices=np.arange(len(ids)),
+        sample_rows=nothing.astype(np.int32),
+        out_indices=nothing,
+        params=(),
+        histories=(),
+        score_targets=nothing,
+        score_tops=nothing,
+        score_rows=nothing.astype(np.int32),
+    )
+
+
+def worst_step(max_tokens: int, max_seqs: int, logit_rows: int, max_model_len: int, block_size: int) -> StepPlan:
+    """The step that takes the most memory within these limits. All its keys and values go to the trash block.
+
+    Every sequence but the last few decodes; the others compute prompt up to the longest context. All samples use all
+    that the sampler offers, and logits beyond one for each sequence are scored.
+    """
+    prompts: list[int] = []
+    remaining = max_tokens - (max_seqs - 1)
+    while remaining > 0:
+        prompts.append(min(remaining, max_model_len))
+        remaining -= prompts[-1]
+    decodes = max_seqs - len(prompts)
+    lengths = np.array([1] * decodes + prompts, dtype=np.int64)
+    # Backends bound what many long contexts take together; one long context they do not.
+    contexts = np.array([min(max_model_len, 1024)] * decodes + [max_model_len] * len(prompts), dtype=np.int64)
+    starts = np.concatenate(([0], np.cumsum(lengths)))
+    positions = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, lengths, strict=True)])
+    num_samples = min(max_seqs, logit_rows)
+    num_scores = min(logit_rows - num_samples, max_tokens)
+    everything = SamplingParams(top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20)
+    history = History(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    return StepPlan(
+        step=0,
+        input_ids=np.zeros(len(positions), dtype=np.int64),
+        positions=positions,
+        slots=positions % block_size,
+        query_starts=starts.astype(np.int32),
+        context_lens=contexts.astype(np.int32),
+        block_tables=np.zeros((len(lengths), -(-int(contexts.max()) // block_size)), dtype=np.int32),
+        logit_indices=np.concatenate((starts[1 : num_samples + 1] - 1, np.arange(num_scores))),
+        sample_rows=np.arange(num_samples, dtype=np.int32),
+        out_indices=np.zeros(num_samples, dtype=np.int64),
+        params=(everything,) * num_samples,
+        histories=(history,) * num_samples,
+        score_targets=np.zeros(num_scores, dtype=np.int64),
+        score_tops=np.full(num_scores, 20, dtype=np.int64),
+        score_rows=np.zeros(num_scores, dtype=np.int32),
+        num_decodes=decodes,
+    )

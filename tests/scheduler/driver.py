@@ -1,0 +1,182 @@
+"""Drives a scheduler with the fake runner and checks, at every step, what must hold at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from server.scheduler.request import Request, Status
+from server.scheduler.scheduler import Progress, Scheduler, SchedulerConfig
+from server.step import SamplingParams, StepPlan, TokenLogprobs
+from tests.scheduler.fake_runner import FakeRunner, outputs_alone, scores_alone
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def config(**changes: object) -> SchedulerConfig:
+    """A small batch: blocks of 4, 64 of them, 8 sequences, 32 tokens a step."""
+    values: dict[str, object] = {
+        "block_size": 4,
+        "num_blocks": 64,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        **changes,
+    }
+    return SchedulerConfig(**values)  # type: ignore[arg-type]
+
+
+@dataclass
+class Record:
+    """What was seen of one request."""
+
+    outputs: list[int] = field(default_factory=list)
+    scores: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    first_step: int | None = None  # of its first output
+    last_step: int | None = None
+
+
+class Driver:
+    """A scheduler, a fake runner and a record of each request."""
+
+    def __init__(self, scheduler_config: SchedulerConfig, *, integrity_every: int = 1) -> None:
+        self.config = scheduler_config
+        self.scheduler = Scheduler(scheduler_config)
+        self.runner = FakeRunner(scheduler_config.num_blocks, scheduler_config.block_size)
+        self.records: dict[Request, Record] = {}
+        self.finished: list[Request] = []
+        self._totals = (0, 0, 0, 0, 0)
+        self.integrity_every = integrity_every
+        self.steps = 0
+        self.plan: StepPlan | None = None
+        self.progress: list[Progress] = []
+        self._names = 0
+
+    def request(
+        self, prompt: Sequence[int], max_tokens: int = 8, params: SamplingParams = GREEDY, **options: object
+    ) -> Request:
+        self._names += 1
+        return Request(f"r{self._names}", prompt, params, max_tokens, **options)  # type: ignore[arg-type]
+
+    def add(
+        self, prompt: Sequence[int], max_tokens: int = 8, params: SamplingParams = GREEDY, **options: object
+    ) -> Request:
+        request = self.request(prompt, max_tokens, params, **options)
+        self.scheduler.add(request)
+        self.records[request] = Record()
+        return request
+
+    def abort(self, request: Request) -> None:
+        self.scheduler.abort(request)
+        self.records[request].finish_reason = "abort"
+
+    def step(self, during: Callable[[], None] | None = None) -> list[Progress]:
+        """One plan, run and commit; `during` is called while the plan is in flight."""
+        scheduler = self.scheduler
+        decoding = [request for request in scheduler.running if not request.is_prefilling]
+        before = {request: request.num_computed for request in scheduler.running}
+        preemptions = scheduler.stats().preemptions
+
+        self.plan = plan = scheduler.plan()
+        assert (plan is not None) == scheduler.has_work, "there is work and nothing is planned"
+        self._check_counts()
+        if plan is None:
+            self.progress = []
+            return []
+        self.steps += 1
+        assert plan.step == self.steps
+        self._check_budget(plan, decoding)
+        for block in np.unique(plan.slots // self.config.block_size).tolist():
+            assert not scheduler.pool.is_published(block), "a published block is written again"
+        if during is not None:
+            during()
+            self._check_counts()
+        self.progress = scheduler.commit(self.runner.run(plan), plan)
+        self._record(plan)
+        self._check_counts()
+        if self.steps % self.integrity_every == 0:
+            scheduler.check_integrity()
+        stats = scheduler.stats()
+        if self.config.admission == "reserve":
+            assert stats.preemptions == 0, "a reserved request was preempted"
+        if during is None and before:
+            first = min(before, key=lambda request: request.order)
+            moved = first.num_computed > before[first] or first.status is Status.FINISHED
+            assert moved, "the first running request made no progress"
+            unmoved = [
+                request
+                for request in decoding
+                if request.status is not Status.FINISHED and request.num_computed <= before[request]
+            ]
+            assert len(unmoved) <= stats.preemptions - preemptions, "a decoding request was left out of a step"
+        return self.progress
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Step until nothing is left to do."""
+        while self.scheduler.has_work:
+            self.step()
+            assert self.steps <= max_steps, "the work does not come to an end"
+        assert self.scheduler.plan() is None
+
+    def check_idle(self) -> None:
+        """Nothing runs, waits or is held."""
+        stats = self.scheduler.stats()
+        assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
+        assert sum(stats.waiting_by_reason.values()) == 0
+        assert stats.blocks_free + stats.blocks_cached == self.config.num_blocks
+        assert not self.scheduler.has_work
+        self.scheduler.check_integrity()
+
+    def check_outputs(self) -> None:
+        """Every request that was not aborted got what it gets alone; every aborted one a beginning of that."""
+        for request, record in self.records.items():
+            prompt = request.token_ids[: request.num_prompt].tolist()
+            outputs, finish_reason = outputs_alone(prompt, request.params, request.max_tokens)
+            scores = [] if request.prompt_logprobs is None else scores_alone(prompt)
+            if record.finish_reason in (None, "abort"):
+                outputs, scores = outputs[: len(record.outputs)], scores[: len(record.scores)]
+                finish_reason = str(record.finish_reason)
+            assert record.outputs == outputs, request.request_id
+            assert record.scores == scores, request.request_id
+            assert str(record.finish_reason) == finish_reason, request.request_id
+
+    def _check_budget(self, plan: StepPlan, decoding: list[Request]) -> None:
+        assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert plan.num_sequences <= self.config.max_num_seqs
+        assert len(plan.score_targets) <= self.config.max_scored_tokens
+        decodes_planned = sum(request.status is Status.RUNNING for request in decoding)
+        assert (np.diff(plan.query_starts)[:decodes_planned] == 1).all(), "decodes do not come first"
+        assert plan.num_decodes >= decodes_planned
+
+    def _check_counts(self) -> None:
+        stats = self.scheduler.stats()
+        assert stats.running <= self.config.max_num_seqs
+        assert stats.blocks_free + stats.blocks_cached + stats.blocks_used == self.config.num_blocks
+        assert min(stats.blocks_free, stats.blocks_cached, stats.blocks_used) >= 0
+        assert sum(stats.waiting_by_reason.values()) == stats.waiting
+        assert min(stats.waiting_by_reason.values()) >= 0
+        totals = (
+            stats.preemptions,
+            stats.evicted_blocks,
+            stats.queried_tokens,
+            stats.hit_tokens,
+            stats.recomputed_tokens,
+        )
+        assert all(now >= before for now, before in zip(totals, self._totals, strict=True)), "a total went down"
+        self._totals = totals
+
+    def _record(self, plan: StepPlan) -> None:
+        for progress in self.progress:
+            record = self.records[progress.request]
+            assert record.finish_reason is None, "a finished request reports progress"
+            record.scores += progress.scores
+            if progress.token_id is not None:
+                record.outputs.append(progress.token_id)
+                if record.first_step is None:
+                    record.first_step = self.steps
+            if progress.finish_reason is not None:
+                record.finish_reason = progress.finish_reason
+                record.last_step = self.steps
+                self.finished.append(progress.request)

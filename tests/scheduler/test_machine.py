@@ -1,0 +1,128 @@
+"""Hypothesis drives the scheduler with whatever it likes, and shrinks what goes wrong."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from server.scheduler.request import Request, Status
+from server.scheduler.scheduler import NeverFits
+from server.step import SamplingParams
+from tests.scheduler.driver import Driver, config
+
+MAX_SEQS = 4
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Prompts are of two letters, so that they share prefixes often; the pool fits two or three of the longest."""
+
+    @initialize(
+        block_size=st.integers(1, 5),
+        num_blocks=st.integers(1, 12),
+        spare_budget=st.integers(0, 12),
+        max_scored_tokens=st.integers(1, 6),
+        prefix_caching=st.booleans(),
+        admission=st.sampled_from(["optimistic", "reserve"]),
+    )
+    def start(
+        self,
+        block_size: int,
+        num_blocks: int,
+        spare_budget: int,
+        max_scored_tokens: int,
+        prefix_caching: bool,
+        admission: str,
+    ) -> None:
+        self.driver = Driver(
+            config(
+                block_size=block_size,
+                num_blocks=num_blocks,
+                max_num_seqs=MAX_SEQS,
+                max_num_batched_tokens=MAX_SEQS + block_size + spare_budget,
+                max_scored_tokens=max_scored_tokens,
+                prefix_caching=prefix_caching,
+                admission=admission,
+            )
+        )
+
+    @property
+    def open(self) -> list[Request]:
+        return [request for request in self.driver.records if request.status is not Status.FINISHED]
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        max_tokens=st.integers(0, 8),
+        siblings=st.integers(0, 2),
+        stop=st.integers(0, 12),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "a"]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+    )
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        siblings: int,
+        stop: int,
+        priority: int,
+        salt: str,
+        prompt_logprobs: int | None,
+    ) -> None:
+        leader = None
+        for seed in range(siblings + 1):
+            params = SamplingParams(seed=seed, stop_token_ids=frozenset(range(stop)))
+            options = {"priority": priority, "salt": salt, "prompt_logprobs": prompt_logprobs, "leader": leader}
+            fits = len(prompt) + max(0, max_tokens - 1) <= self.driver.scheduler.capacity_tokens
+            if not fits:
+                try:
+                    self.driver.scheduler.add(self.driver.request(prompt, max_tokens, params, **options))
+                except NeverFits:
+                    return
+                raise AssertionError("a request that never fits was queued")
+            request = self.driver.add(prompt, max_tokens, params, **options)
+            leader = leader or request
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.driver.step()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.driver.abort(data.draw(st.sampled_from(self.open)))
+        self.driver.scheduler.check_integrity()
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort_in_flight(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.open))
+
+        def abort() -> None:
+            self.driver.abort(request)
+            self.driver.scheduler.check_integrity()
+
+        self.driver.step(during=abort)
+
+    @precondition(lambda self: self.driver.scheduler.running and self.driver.config.admission == "optimistic")
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.driver.scheduler.preempt(data.draw(st.sampled_from(self.driver.scheduler.running)))
+        self.driver.scheduler.check_integrity()
+
+    @rule()
+    def drain(self) -> None:
+        """Everything finishes: no request needs more steps than it has tokens, plus a step for each preemption."""
+        left = sum(request.num_prompt + request.max_tokens + 1 for request in self.open)
+        self.driver.run(max_steps=self.driver.steps + left * (1 + len(self.open)))
+        self.driver.check_outputs()
+        self.driver.check_idle()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.drain()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)

@@ -25,6 +25,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _DROP = object()
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
@@ -49,7 +50,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "mistral": {"sliding_window": 6},
     "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
-    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
     "phi3": {"head_dim": _DROP, "sliding_window": 7, "original_max_position_embeddings": 256},
     "mixtral": {"num_local_experts": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
@@ -82,7 +83,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "granite": {"head_dim": _DROP, "logits_scaling": 3.0, "attention_multiplier": 0.2},
     "olmo2": {"head_dim": _DROP},
-    "cohere2": {"sliding_window": 6, "logit_scale": 0.5},
+    "cohere2": {"sliding_window": 6, "logit_scale": 0.5, "layer_types": _ALTERNATING},
     "starcoder2": {"head_dim": _DROP, "sliding_window": 6},
     "glm4": {"partial_rotary_factor": 0.5},
     "smollm3": {},
@@ -106,7 +107,7 @@ def tiny_config(architecture: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(architecture: str, seed: int = 1, **changes: Any) -> PreTrainedModel:
-    """An unmodified eager model in float32 with random weights, large enough that a wrong attention shows in the logits."""
+    """An unmodified eager float32 model with random weights, large enough that wrong attention shows in the logits."""
     torch.manual_seed(seed)
     config = tiny_config(architecture, **changes)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()

@@ -33,7 +33,9 @@ class KVTensors:
             raise ValueError(f"a pool needs at least the trash block, got num_blocks={num_blocks}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._keys = _Stacks([(layer.kv_heads, layer.key_dim) for layer in layers], num_blocks * block_size, dtype, device)
+        self._keys = _Stacks(
+            [(layer.kv_heads, layer.key_dim) for layer in layers], num_blocks * block_size, dtype, device
+        )
         self._values = _Stacks(
             [(layer.kv_heads, layer.value_dim) for layer in layers], num_blocks * block_size, dtype, device
         )

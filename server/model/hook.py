@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from server.model.attention import AttentionBackend
 from server.model.attention.metadata import StepMetadata
+from server.model.positions import Temperature
 from server.model.spec import LayerSpec
 
 IMPLEMENTATION = "sluice_paged"
@@ -120,11 +121,13 @@ AttentionInterface.register(IMPLEMENTATION, _hook)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A probed layer: its spec, the geometry every call must have, and the backend that computes it."""
+    """A probed layer: its spec, the geometry every call must have, the backend that computes it, and what its queries
+    are scaled by beforehand."""
 
     spec: LayerSpec
     geometry: tuple[object, ...]
     backend: AttentionBackend
+    temperature: Temperature | None
 
 
 class PagedAttention:
@@ -138,9 +141,13 @@ class PagedAttention:
         layer = self._layers[module]
         if call.geometry != layer.geometry:
             raise UnexpectedAttention(
-                f"layer {layer.spec.layer_idx} changed its attention after the probe: {call.geometry} is not {layer.geometry}"
+                f"layer {layer.spec.layer_idx} changed its attention after the probe: "
+                f"{call.geometry} is not {layer.geometry}"
             )
-        step = self._step
+        step, temperature = self._step, layer.temperature
         step.pool.write(layer.spec.layer_idx, step.slots, call.key, call.value)
         query = call.query.transpose(0, 1)
+        if temperature is not None:
+            factors = step.once(temperature, lambda: temperature.factors(step.positions)[:, None, None])
+            query = (query * factors).to(query.dtype)
         return layer.backend.attend(query, call.key, call.value, call.sink, layer.spec, step)

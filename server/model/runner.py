@@ -15,8 +15,8 @@ from server.kvpool.tensors import KVTensors
 from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
 from server.model.hook import IMPLEMENTATION, Layer, PagedAttention, attending
+from server.model.positions import pin_rope, take_over_temperature
 from server.model.probe import check_numbers, probe, probe_tokens
-from server.model.rope import pin_rope
 from server.model.sampler import Sampler
 from server.model.spec import LayerSpec, cache_layout
 from server.model.trial import pack, worst_step
@@ -60,21 +60,24 @@ class ModelRunner:
         self.device = model.device
         self.block_size = block_size
         self.max_model_len = max_model_len or _promised_len(model)
-        self._sampler = Sampler(vocab_size or model.config.vocab_size)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
         probed = probe(model)
+        self._sampler = Sampler(vocab_size or model.config.vocab_size)
         self.specs: tuple[LayerSpec, ...] = tuple(layer.spec for layer in probed)
         backends = select_backends(backend, self.specs, self.device)
         self.backends = tuple(backend.name for backend in backends)
         self._dtype = probed[0].dtype
         self.layout: CacheLayout = cache_layout(self.specs, self._dtype.itemsize, block_size)
+
+        pin_rope(model, self.max_model_len)
+        ids = probe_tokens(model.config, _CHECKED_TOKENS)
+        expected = self._unpaged_logits(ids)
         self._layers: dict[nn.Module, Layer] = {
-            layer.module: Layer(layer.spec, layer.geometry, backend)
+            layer.module: Layer(layer.spec, layer.geometry, backend, take_over_temperature(layer.module))
             for layer, backend in zip(probed, backends, strict=True)
         }
-        pin_rope(model, self.max_model_len)
-        self._check_numbers()
+        check_numbers(model, expected, lambda neighbour: self._chunked_logits(ids, neighbour), self.max_model_len)
         self.allocate(1)
 
     def allocate(self, num_blocks: int) -> None:
@@ -120,9 +123,9 @@ class ModelRunner:
         widest activations of a layer, thrice over for operands and results that are alive together."""
         config = self.model.config
         head = self.model.get_output_embeddings()
-        widths = [module.out_features for module in self.model.modules() if isinstance(module, nn.Linear) and module is not head]
-        active = getattr(config, "num_experts_per_tok", None) or 1
-        widest = max([*widths, config.hidden_size]) * active
+        linears = [module for module in self.model.modules() if isinstance(module, nn.Linear) and module is not head]
+        widest: int = max([config.hidden_size, *(linear.out_features for linear in linears)])
+        widest *= getattr(config, "num_experts_per_tok", None) or 1
         logits = 3 * logit_rows * config.vocab_size * 4
         return logits + max_tokens * 3 * (2 * widest + config.hidden_size) * self._dtype.itemsize
 
@@ -156,14 +159,15 @@ class ModelRunner:
         return computed
 
     @torch.inference_mode()
-    def _check_numbers(self) -> None:
-        ids = probe_tokens(self.model.config, _CHECKED_TOKENS)
+    def _unpaged_logits(self, ids: Tensor) -> Tensor:
+        """Logits [n, V] of the tokens `ids` by the model's own attention."""
         self.model.set_attn_implementation("eager")
-        expected = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0]
+        logits: Tensor = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits
         self.model.set_attn_implementation(IMPLEMENTATION)
-        check_numbers(self.model, expected, lambda neighbour: self._compute_in_chunks(ids, neighbour), self.max_model_len)
+        return logits[0]
 
-    def _compute_in_chunks(self, ids: Tensor, neighbour: int | None) -> Tensor:
+    @torch.inference_mode()
+    def _chunked_logits(self, ids: Tensor, neighbour: int | None) -> Tensor:
         """Logits [n, V] of the tokens `ids`, computed chunk by chunk in a small pool full of NaN, after one token at
         position `neighbour` of another sequence in each pack."""
         num_blocks = self.layout.blocks_for(len(ids))

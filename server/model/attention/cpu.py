@@ -95,7 +95,9 @@ class CpuBackend:
                 k, v = runs[0][spec.layer_idx]
                 output, lse = self._flash(q, k, v, 0.0, False, scale=spec.scale)
             else:
-                output, lse = _merge([self._flash(q, *run[spec.layer_idx], 0.0, False, scale=spec.scale) for run in runs])
+                output, lse = _merge(
+                    [self._flash(q, *run[spec.layer_idx], 0.0, False, scale=spec.scale) for run in runs]
+                )
             outputs.append(output)
             lses.append(lse)
         mixed = torch.cat(outputs)
@@ -145,7 +147,7 @@ class CpuBackend:
         out: Tensor,
     ) -> None:
         group = spec.num_heads // spec.num_kv_heads
-        # KV heads take the kernel's batch place: [kv_heads, group, n, dim], keys and values with stride 0 over the group.
+        # KV heads take the batch's place: [kv_heads, group, n, dim]; keys and values have stride 0 over the group.
         q = query[row.begin : row.end].unflatten(1, (spec.num_kv_heads, -1)).permute(1, 2, 0, 3)
         if row.slots is not None:
             k = self._gather("keys", step.pool.flat_keys(spec.layer_idx), row.slots)[:, None]
@@ -204,9 +206,12 @@ def _plan_decodes(step: StepMetadata, spec: LayerSpec) -> _DecodePlan:
     runs = _runs(step, rows, step.first_visible(rows, spec.visibility), step.host_context_lens[rows])
     slot_bytes = spec.layout.elements_per_token * step.pool.flat_keys(spec.layer_idx).element_size()
     in_place = np.array(
-        [sum(length for _, length in pieces) * slot_bytes >= len(pieces) * IN_PLACE_BYTES for pieces in runs], dtype=bool
+        [sum(length for _, length in pieces) * slot_bytes >= len(pieces) * IN_PLACE_BYTES for pieces in runs],
+        dtype=bool,
     )
-    views = [[step.pool.runs(*run) for run in pieces] for pieces, keep in zip(runs, in_place.tolist(), strict=True) if keep]
+    views = [
+        [step.pool.runs(*run) for run in pieces] for pieces, keep in zip(runs, in_place.tolist(), strict=True) if keep
+    ]
     max_slots = 2 * BUCKET_BYTES // slot_bytes
     dtype = step.pool.flat_keys(spec.layer_idx).dtype
     buckets = []
@@ -243,7 +248,9 @@ def _masked_prompt(step: StepMetadata, spec: LayerSpec, row: int, begin: int, en
     return _PromptRow(begin, end, [], step.slots_of(row, first, context_len), mask)
 
 
-def _runs(step: StepMetadata, rows: Int64Array, first: Int64Array | Int32Array, stop: Int64Array | Int32Array) -> list[list[Run]]:
+def _runs(
+    step: StepMetadata, rows: Int64Array, first: Int64Array | Int32Array, stop: Int64Array | Int32Array
+) -> list[list[Run]]:
     """For each row, the cache indices [first, stop) as runs of consecutive slots, in order."""
     size = step.block_size
     tables = step.host_block_tables[rows]

@@ -21,9 +21,9 @@ T = TypeVar("T")
 class StepMetadata:
     """One step's sequences: where their tokens lie in the pack, where their keys lie in the pool.
 
-    slots [T], positions [T], context_lens [B] and block_tables [B, widest] are int64 on the device; the `host_` arrays and
-    query_starts [B + 1] are their twins on the host, from which work is planned without waiting for the device.
-    Query i of a sequence's n sits at cache index `context_len - n + i`.
+    slots [T], positions [T], context_lens [B] and block_tables [B, widest] are int64 on the device. query_starts
+    [B + 1] and the `host_` twins are on the host, so that work is planned without waiting for the device. Query i of a
+    sequence's n sits at cache index `context_len - n + i`.
     """
 
     pool: KVTensors

@@ -46,7 +46,13 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
 
     report("measuring the largest step", 0.0)
     with _timed(metrics, "profile"):
-        runner = device.submit(ModelRunner, loaded.model, settings.attention_backend, settings.block_size).result()
+        runner = device.submit(
+            ModelRunner,
+            loaded.model,
+            settings.attention_backend,
+            settings.block_size,
+            max_model_len=loaded.max_model_len,
+        ).result()
         step_bytes = device.submit(
             runner.measure_worst_step,
             limits.max_num_batched_tokens,

@@ -6,6 +6,7 @@ preemption); every request must get the tokens it gets alone, whatever happens a
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -142,9 +143,7 @@ def models(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, dict[int, M
                 parameter.normal_(0, 0.25)
     runners = {}
     for block_size in (4, 16):
-        hooked = AutoModelForCausalLM.from_config(config).eval().float()
-        hooked.load_state_dict(plain.state_dict())
-        runners[block_size] = ModelRunner(hooked, request.param, block_size)
+        runners[block_size] = ModelRunner(copy.deepcopy(plain), request.param, block_size)
     return plain, runners
 
 

@@ -128,7 +128,7 @@ def _built(checkpoint: Checkpoint, dtype: str) -> Weights | None:
     try:
         with torch.device("meta"):
             config = CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise UnknownCheckpoint(
             f"transformers refuses the config of {checkpoint.name} ({str(error).splitlines()[0]}): correct it, or give "

@@ -1,0 +1,244 @@
+"""The engine as its callers see it, on a tiny random model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from server.config import ServeSettings
+from server.engine import AsyncEngine, GenerationStream
+from server.generation import (
+    EngineUnavailable,
+    GenerationFailed,
+    GenerationRequest,
+    Output,
+    Phase,
+    QueueFull,
+    RequestTooLong,
+)
+from server.metrics import Metrics
+from server.step import SamplingParams, StepPlan
+from tests.tiny_checkpoint import save_tiny_checkpoint
+
+FORCED = SamplingParams(temperature=0.0, logit_bias={65: 100.0})
+"""Draws token 65, one letter, for ever, whatever the model says."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+class Harness:
+    """A started engine and the registry its metrics are in."""
+
+    def __init__(self, checkpoint: Path, **options: Any) -> None:
+        options = {"kv_blocks": 65, "max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
+        self.registry = CollectorRegistry()
+        settings = ServeSettings(model=str(checkpoint), served_model_name=["tiny"], **options)
+        self.engine = AsyncEngine(settings, Metrics(self.registry, "tiny"))
+        self._count = 0
+
+    async def ready(self) -> None:
+        await self.engine.start()
+        async with asyncio.timeout(60):
+            while self.engine.status.phase is Phase.LOADING:
+                await asyncio.sleep(0.02)
+        assert self.engine.status.phase is Phase.READY, self.engine.status.detail
+
+    def request(self, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 8, **fields: Any) -> GenerationRequest:
+        self._count += 1
+        fields = {"params": FORCED, **fields}
+        return GenerationRequest(f"r{self._count}", prompt, max_tokens=max_tokens, **fields)
+
+    def value(self, name: str, **labels: str) -> float:
+        value = self.registry.get_sample_value(f"sluice_{name}", {"model_name": "tiny", **labels})
+        assert value is not None, name
+        return value
+
+    async def settled(self) -> None:
+        """Until the engine has reported an idle state."""
+        async with asyncio.timeout(10):
+            while any(map(self.value, ("requests_running", "requests_waiting", "kv_cache_usage_ratio"))):
+                await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+async def harness(checkpoint: Path) -> AsyncIterator[Harness]:
+    harness = Harness(checkpoint)
+    await harness.ready()
+    yield harness
+    await harness.engine.drain(0.0)
+    await harness.engine.stop()
+
+
+async def collect(stream: GenerationStream) -> list[Output]:
+    async with asyncio.timeout(30):
+        return [output async for output in stream]
+
+
+def text_of(outputs: list[Output]) -> str:
+    return "".join(output.text for output in outputs)
+
+
+async def test_a_request_runs_to_its_length(harness: Harness) -> None:
+    outputs = await collect(harness.engine.submit(harness.request(max_tokens=8)))
+    letter = text_of(outputs)[0]
+    assert text_of(outputs) == letter * 8
+    assert [token.token_id for output in outputs for token in output.tokens] == [65] * 8
+    assert outputs[-1].finish_reason == "length"
+    assert outputs[-1].usage.completion_tokens == 8
+    assert all(output.finish_reason is None for output in outputs[:-1])
+
+
+async def test_many_requests_share_the_batch_and_get_their_own_tokens(harness: Harness) -> None:
+    def forced(token_id: int) -> SamplingParams:
+        return SamplingParams(temperature=0.0, logit_bias={token_id: 100.0})
+
+    requests = [harness.request((7,) * (1 + i), max_tokens=5 + i, params=forced(40 + i)) for i in range(12)]
+    streams = [harness.engine.submit(request) for request in requests]
+    for i, outputs in enumerate(await asyncio.gather(*map(collect, streams))):
+        assert [token.token_id for output in outputs for token in output.tokens] == [40 + i] * (5 + i)
+    await harness.settled()
+    assert harness.value("requests_total", endpoint="completions", finish_reason="length") == 12
+    assert harness.value("generation_tokens_total") == sum(5 + i for i in range(12))
+    assert harness.value("prompt_tokens_total") == sum(1 + i for i in range(12))
+    assert harness.value("time_to_first_token_seconds_count") == 12
+    assert harness.value("inter_token_latency_seconds_count") == sum(4 + i for i in range(12))
+
+
+async def test_a_stop_string_ends_the_text_before_it(harness: Harness) -> None:
+    letter = text_of(await collect(harness.engine.submit(harness.request(max_tokens=1))))
+    outputs = await collect(harness.engine.submit(harness.request(max_tokens=20, stop=(letter * 3,))))
+    assert text_of(outputs) == ""
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", letter * 3)
+    assert outputs[-1].usage.completion_tokens == 3
+    assert sum(len(output.tokens) for output in outputs) == 3
+
+
+async def test_a_stop_token_is_counted_but_not_shown(harness: Harness) -> None:
+    params = SamplingParams(temperature=0.0, logit_bias={65: 100.0}, stop_token_ids=frozenset({65}), min_tokens=0)
+    outputs = await collect(harness.engine.submit(harness.request(params=params)))
+    assert text_of(outputs) == ""
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", 65)
+    assert outputs[-1].usage.completion_tokens == 1
+    shown = await collect(harness.engine.submit(harness.request(params=params, include_stop_str=True)))
+    assert len(text_of(shown)) == 1
+
+
+async def test_the_prompt_is_scored_and_nothing_generated(harness: Harness) -> None:
+    prompt = tuple(range(1, 101))
+    outputs = await collect(harness.engine.submit(harness.request(prompt, max_tokens=0, prompt_logprobs=2)))
+    (output,) = outputs
+    assert output.finish_reason == "length"
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(prompt)
+    assert output.prompt_logprobs[0] is None
+    assert [score.token_id for score in output.prompt_logprobs[1:] if score] == list(prompt[1:])
+    assert all(len(score.top) == 2 for score in output.prompt_logprobs[1:] if score)
+    assert output.usage.completion_tokens == 0
+
+
+async def test_the_second_of_two_equal_prompts_is_cached(harness: Harness) -> None:
+    prompt = tuple(range(1, 51))
+    first = await collect(harness.engine.submit(harness.request(prompt)))
+    second = await collect(harness.engine.submit(harness.request(prompt)))
+    other = await collect(harness.engine.submit(harness.request(prompt, cache_salt="other tenant")))
+    assert (first[-1].usage.cached_tokens, second[-1].usage.cached_tokens) == (0, 48)
+    assert other[-1].usage.cached_tokens == 0
+    assert text_of(first) == text_of(second) == text_of(other)
+
+
+async def test_siblings_compute_their_prompt_once(harness: Harness) -> None:
+    prompt = tuple(range(1, 51))
+    leader = harness.request(prompt)
+    streams = [harness.engine.submit(leader)]
+    streams += [harness.engine.submit(harness.request(prompt, leader=leader.request_id)) for _ in range(3)]
+    answers = await asyncio.gather(*map(collect, streams))
+    assert [answer[-1].usage.cached_tokens for answer in answers] == [0, 48, 48, 48]
+    await harness.settled()
+    assert harness.value("prompt_tokens_total") == 50
+
+
+@pytest.mark.parametrize("state", ["queued", "prefilling", "decoding"])
+async def test_closing_frees_everything_in_any_state(harness: Harness, state: str) -> None:
+    blockers = [harness.engine.submit(harness.request(max_tokens=400)) for _ in range(4 if state == "queued" else 0)]
+    stream = harness.engine.submit(harness.request((5,) * 400, max_tokens=100))
+    if state == "decoding":
+        await anext(stream)
+    elif state == "prefilling":
+        await asyncio.sleep(0.002)
+    stream.close()
+    for blocker in blockers:
+        blocker.close()
+    await harness.settled()
+    assert harness.value("requests_total", endpoint="completions", finish_reason="abort") == 1 + len(blockers)
+    assert harness.value("request_aborts_total", cause="disconnect") == 1 + len(blockers)
+    assert await harness.engine.drain(5.0)
+
+
+async def test_what_cannot_run_is_refused_at_once(checkpoint: Path) -> None:
+    harness = Harness(checkpoint, max_num_seqs=1, max_num_batched_tokens=32, max_queued_requests=2, kv_blocks=9)
+    with pytest.raises(EngineUnavailable, match="loading"):
+        harness.engine.submit(harness.request())
+    await harness.ready()
+    assert harness.engine.model is not None
+    assert harness.engine.model.max_model_len == 128
+    with pytest.raises(RequestTooLong, match="--kv-blocks"):
+        harness.engine.submit(harness.request((1,) * 100, max_tokens=29))
+    streams = [harness.engine.submit(harness.request((1,) * 28, max_tokens=100)) for _ in range(3)]
+    with pytest.raises(QueueFull) as full:
+        harness.engine.submit(harness.request())
+    assert full.value.retry_after >= 1
+    answers = await asyncio.gather(*map(collect, streams))
+    assert [answer[-1].usage.completion_tokens for answer in answers] == [100] * 3
+    await harness.engine.drain(0.0)
+    with pytest.raises(EngineUnavailable, match="shutting down"):
+        harness.engine.submit(harness.request())
+    await harness.engine.stop()
+
+
+async def test_draining_finishes_what_is_open_and_no_more(harness: Harness) -> None:
+    stream = harness.engine.submit(harness.request(max_tokens=200))
+    task = asyncio.create_task(collect(stream))
+    assert await harness.engine.drain(30.0)
+    assert (await task)[-1].usage.completion_tokens == 200
+
+
+async def test_draining_aborts_what_takes_too_long(harness: Harness) -> None:
+    stream = harness.engine.submit(harness.request(max_tokens=500))
+    await anext(stream)
+    assert not await harness.engine.drain(0.0)
+    rest = await collect(stream)
+    assert rest[-1].finish_reason == "abort"
+    assert harness.value("request_aborts_total", cause="shutdown") == 1
+
+
+async def test_a_failing_step_fails_every_open_request_and_says_why(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = [harness.engine.submit(harness.request(max_tokens=400)) for _ in range(6)]
+    await anext(streams[0])
+    started = harness.engine._started
+    assert started is not None
+
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(started.runner, "run", fail)
+    for stream in streams:
+        with pytest.raises(GenerationFailed, match="the device is gone"):
+            await collect(stream)
+    status = harness.engine.status
+    assert status.phase is Phase.DEAD
+    assert "the device is gone" in status.detail
+    with pytest.raises(EngineUnavailable, match="the device is gone"):
+        harness.engine.submit(harness.request())
+    assert harness.value("requests_total", endpoint="completions", finish_reason="error") == 6
+    assert harness.value("requests_running") == 0
+    assert harness.value("engine_state", state="dead") == 1

@@ -24,6 +24,14 @@ FORMAT = 1
 """Raised when what a conversion writes changes, so that older conversions are made anew."""
 
 _SAMPLE = 1 << 20
+_ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_SAMPLING = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 
 def cache_dir() -> Path:
@@ -132,7 +140,7 @@ def _convert(source: Path, target: Path, doing: str, report: Report) -> None:
     report(doing, 0.0)
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     with _one_reader():
-        ends = _inspect(source, target)
+        generation = _inspect(source, target)
         report(doing, 0.2)
         try:
             tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
@@ -156,7 +164,7 @@ def _convert(source: Path, target: Path, doing: str, report: Report) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.save_pretrained(target)
-    model.generation_config.eos_token_id = sorted({*ends, *_as_list(model.generation_config.eos_token_id)})
+    model.generation_config.update(**generation)
     model.generation_config.save_pretrained(target)
     tokenizer.save_pretrained(target)
     save_torch_state_dict(_without_ties(model.state_dict()), target, max_shard_size="5GB")
@@ -185,10 +193,6 @@ def _one_reader() -> Iterator[None]:
         library.GGUFReader = original
 
 
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    return [] if ids is None else ids if isinstance(ids, list) else [ids]
-
-
 def _without_ties(weights: dict[str, Any]) -> dict[str, Any]:
     """One name for each storage, the first, so that tied weights are stored once and tied again when loaded."""
     unique: dict[tuple[int, tuple[int, ...]], str] = {}
@@ -197,8 +201,8 @@ def _without_ties(weights: dict[str, Any]) -> dict[str, Any]:
     return {name: weights[name] for name in unique.values()}
 
 
-def _inspect(source: Path, target: Path) -> set[int]:
-    """Ids that end a turn, from the header of the file.
+def _inspect(source: Path, target: Path) -> dict[str, Any]:
+    """What the header says of generation, in transformers' words: the ids that end a text, and sampling defaults.
 
     Raises ModelLoadError for what transformers would read without complaint and get wrong: one part of several, or
     rotary frequencies scaled in a way that it does not take over. Also where the disk has no room for the result.
@@ -228,5 +232,9 @@ def _inspect(source: Path, target: Path) -> set[int]:
             f"converting {source.name} takes {needed / 2**30:.1f} GiB in {target.parent}, which has {free / 2**30:.1f} "
             "GiB free; SLUICE_CACHE names another directory"
         )
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
-    return {int(values[key]) for key in keys if key in values}
+    generation: dict[str, Any] = {name: values[key] for key, name in _SAMPLING.items() if key in values}
+    if generation:
+        generation["do_sample"] = True  # transformers refuses to save sampling options beside greedy decoding
+    if ends := {int(values[key]) for key in _ENDS if key in values}:
+        generation["eos_token_id"] = sorted(ends)
+    return generation

@@ -194,7 +194,8 @@ class WindowDecoder:
     and cancels out.
     """
 
-    # No character takes more tokens than this many bytes, so U+FFFD at the end of more of them is final.
+    # A character has no more bytes, so U+FFFD at the end of as many tokens is final, and so is no text at all (some
+    # tokenizers leave out what is no character).
     _MOST_OPEN = 4
     _CONTEXT = 6
 
@@ -215,17 +216,16 @@ class WindowDecoder:
             return ""
         self._window.append(token_id)
         text = self._decode()
-        num_open = len(self._window) - self._num_shown
-        if text.endswith(_UNKNOWN) and num_open < self._MOST_OPEN:
-            return ""
         piece = text[len(self._text) :]
+        num_open = len(self._window) - self._num_shown
+        if (not piece or piece.endswith(_UNKNOWN)) and num_open < self._MOST_OPEN:
+            return ""
         if piece:
             del self._window[: self._num_shown]
-            text = self._decode()
-        elif self._num_shown:
-            self._window.pop()  # without a text of its own it would only make the window grow
-        self._text = text
+        else:
+            del self._window[self._num_shown :]  # without a text they would only make the window grow
         self._num_shown = len(self._window)
+        self._text = self._decode()
         return piece
 
     def finish(self) -> str:

@@ -237,6 +237,24 @@ def test_the_ends_of_top_k_and_top_p(seed: int) -> None:
     assert _draw(logits, SamplingParams(seed=seed, top_p=0.0)) == greedy
 
 
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        (SamplingParams(top_p=0.45), {0, 1}),  # the token that crosses p stays
+        (SamplingParams(top_p=0.35), {0}),
+        (SamplingParams(top_k=2, top_p=0.55), {0}),  # top_p is a share of what top_k left: 4/7 is enough
+        (SamplingParams(min_p=0.6, top_p=0.55), {0}),  # and of what min_p left
+        (SamplingParams(min_p=0.45), {0, 1, 2}),
+        (SamplingParams(min_p=0.6, top_k=3), {0, 1}),
+        (SamplingParams(min_p=0.45, temperature=0.5), {0, 1}),  # 4 : 3 : 2 are 16 : 9 : 4 at this temperature
+        (SamplingParams(top_k=3), {0, 1, 2}),
+    ],
+)
+def test_each_cut_is_of_what_the_one_before_it_left(params: SamplingParams, kept: set[int]) -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert set(_draw(logits.expand(300, -1), *[replace(params, seed=seed) for seed in range(300)])) == kept
+
+
 @pytest.mark.parametrize("top_p", [1.0, 0.0001])
 @pytest.mark.parametrize("scale", [1.0, 1e4, 1e30])
 def test_no_temperature_overflows(top_p: float, scale: float) -> None:

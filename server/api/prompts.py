@@ -32,8 +32,12 @@ def tokenize(
     add_special_tokens: bool = True,
     skip_special_tokens: bool = True,
     echo: bool = False,
+    continued: bool = True,
 ) -> list[TokenizedPrompt]:
-    """Each prompt's ids, at least one of them. Raises APIError 400."""
+    """Each prompt's ids, at least one of them. Raises APIError 400.
+
+    continued: whether an output follows, to which a character belongs that the prompt begins and does not end.
+    """
     tokenized: list[TokenizedPrompt] = []
     for prompt in prompts:
         if isinstance(prompt, str):
@@ -45,7 +49,7 @@ def tokenize(
             check_ids("prompt", ids, model)
         # A prompt too long for the model is refused by its length; its echo would only cost time.
         if echo and len(ids) <= model.max_model_len:
-            tokenized.append(TokenizedPrompt(tuple(ids), _echo(prompt, ids, tokenizer, skip_special_tokens)))
+            tokenized.append(TokenizedPrompt(tuple(ids), _echo(prompt, ids, tokenizer, skip_special_tokens, continued)))
         else:
             tokenized.append(TokenizedPrompt(tuple(ids)))
     return tokenized
@@ -56,25 +60,28 @@ def _or_bos(tokenizer: Tokenizer) -> str:
     return "" if bos is None else f", or [{bos}] to start from the beginning of a document"
 
 
-def _echo(prompt: Prompt, ids: Sequence[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> tuple[str, ...]:
+def _echo(
+    prompt: Prompt, ids: Sequence[int], tokenizer: Tokenizer, skip_special_tokens: bool, continued: bool
+) -> tuple[str, ...]:
     """The pieces of a prompt, with special tokens shown or not, whichever gives back the text that was sent.
 
     A special token stands in the ids either because it was written in the prompt (then it is echoed) or because the
     tokenizer begins every text with it (then it is not).
     """
-    pieces = _pieces(ids, tokenizer, skip_special_tokens)
+    pieces = _pieces(ids, tokenizer, skip_special_tokens, continued)
     if isinstance(prompt, str) and "".join(pieces) != prompt:
-        other = _pieces(ids, tokenizer, not skip_special_tokens)
+        other = _pieces(ids, tokenizer, not skip_special_tokens, continued)
         if "".join(other) == prompt:
             return other
     return pieces
 
 
-def _pieces(ids: Sequence[int], tokenizer: Tokenizer, skip_special_tokens: bool) -> tuple[str, ...]:
+def _pieces(ids: Sequence[int], tokenizer: Tokenizer, skip_special_tokens: bool, continued: bool) -> tuple[str, ...]:
     stream = TextStream(
         tokenizer, (), stop=(), include_stop_str=False, skip_special_tokens=skip_special_tokens, min_tokens=0
     )
     for token_id in ids:
         stream.append(token_id)
-    stream.finish()
+    if not continued:
+        stream.finish()
     return tuple(stream.pieces)

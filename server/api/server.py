@@ -106,6 +106,7 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
         app,
         lifespan="off",
         log_config=None,
+        log_level="warning",
         access_log=False,
         server_header=False,
         timeout_keep_alive=_IDLE_CONNECTION_SECONDS,

@@ -31,6 +31,9 @@ class ByteTokenizer:
     vocab_size = 258
     bos_token_id = BOS
     eos_token_id = EOS
+    special_ids = frozenset({BOS, EOS})
+    spells = True
+    trims_start = False
 
     def __init__(self, adds_bos: bool = False) -> None:
         self.adds_bos = adds_bos
@@ -39,15 +42,11 @@ class ByteTokenizer:
         return [BOS] * (self.adds_bos and add_special_tokens) + list(text.encode())
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return b"".join(self._shown(i, skip_special_tokens) for i in ids).decode(errors="replace")
+        shown = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
+        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
-    def token_bytes(self, token_id: int) -> bytes | None:
-        return bytes([token_id]) if token_id < 256 else None
-
-    def _shown(self, token_id: int, skip_special_tokens: bool) -> bytes:
-        if token_id < 256:
-            return bytes([token_id])
-        return b"" if skip_special_tokens else (b"<s>", b"</s>")[token_id - BOS]
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else (b"<s>", b"</s>")[token_id - BOS]
 
 
 def token_logprob(token_id: int, top: int) -> TokenLogprobs:
@@ -66,7 +65,7 @@ class FakeStream:
         self.failure: Exception | None = None
         self.over = False
         self._outputs = self._plan(tokens)
-        self._sent = 0
+        self.sent = 0
 
     def _plan(self, tokens: list[int]) -> list[Output]:
         request = self.request
@@ -113,22 +112,22 @@ class FakeStream:
         return self
 
     async def __anext__(self) -> Output:
-        if self._sent == len(self._outputs) or self.over:
+        if self.sent == len(self._outputs) or self.over:
             raise StopAsyncIteration
         while not (self.failure or self.aborted or self.engine.gate.is_set()):
             await self.engine.changed()
         if self.failure:
             self.end()
             raise self.failure
-        usage = Usage(len(self.request.prompt_ids), self._sent, self.engine.cached_tokens)
+        usage = Usage(len(self.request.prompt_ids), self.sent, self.engine.cached_tokens)
         if self.aborted:
             self.end()
             return Output("", (), usage, "abort")
         if self.engine.step_seconds:
             await asyncio.sleep(self.engine.step_seconds)
         self.queue_seconds = 0.001
-        output = self._outputs[self._sent]
-        self._sent += 1
+        output = self._outputs[self.sent]
+        self.sent += 1
         if output.finish_reason:
             self.end()
         return output
@@ -161,6 +160,7 @@ class FakeEngine:
         )
         self.bytes = ByteTokenizer()
         self.phase = Phase.READY
+        self.loaded = True
         self.detail = ""
         self.max_open = max_open
         self.cached_tokens = 0
@@ -180,11 +180,11 @@ class FakeEngine:
 
     @property
     def model(self) -> ModelCard | None:
-        return None if self.phase is Phase.LOADING else self.card
+        return self.card if self.loaded else None
 
     @property
     def tokenizer(self) -> ByteTokenizer | None:
-        return None if self.phase is Phase.LOADING else self.bytes
+        return self.bytes if self.loaded else None
 
     @property
     def requests(self) -> list[GenerationRequest]:

@@ -118,6 +118,7 @@ async def _prepare(service: Service, request_id: str, raw: Mapping[str, Any]) ->
         add_special_tokens=body.add_special_tokens is not False,
         skip_special_tokens=body.skip_special_tokens is not False,
         echo=bool(body.echo),
+        continued=max_tokens > 0,
     )
     caps = [output_cap(max_tokens, len(prompt.ids), model) for prompt in prompts]
     prefix = f"{request_id}/{service.fresh_serial()}"

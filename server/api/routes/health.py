@@ -27,19 +27,22 @@ def _state(request: Request, healthy: set[Phase]) -> Response:
     return JSONResponse(body, 200 if well else 503, None if well else {"retry-after": "1"})
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.head("/health", include_in_schema=False)
+@router.get("/health")
 async def health(request: Request) -> Response:
     """200 while the engine can finish what it has accepted, also when it drains; 503 while loading and when dead."""
     return _state(request, {Phase.READY, Phase.DRAINING})
 
 
-@router.api_route("/ready", methods=["GET", "HEAD"])
+@router.head("/ready", include_in_schema=False)
+@router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 while new requests are taken; 503, with the phase, otherwise."""
     return _state(request, {Phase.READY})
 
 
-@router.api_route("/metrics", methods=["GET", "HEAD"])
+@router.head("/metrics", include_in_schema=False)
+@router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus' text format. Rendered in a worker: scrapes come often and must not delay tokens."""
     service = service_of(request)

@@ -47,7 +47,7 @@ def refuse_by_config(model: PreTrainedModel) -> None:
     if others or getattr(model, "_is_stateful", False):
         kinds = f" ({', '.join(others)})" if others else ""
         raise UnsupportedModel(
-            f"{name} has layers that keep another state than keys and values{kinds}, which a paged KV cache cannot hold."
+            f"{name} has layers that keep other state than keys and values{kinds}, which a paged KV cache cannot hold."
         )
 
 

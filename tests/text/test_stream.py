@@ -223,12 +223,15 @@ def test_a_continuation_keeps_its_leading_space_and_a_whole_text_has_none(kind: 
     assert "".join(delta.text for delta in _run(_stream(tokenizer, only_special), output)) == "the dog"
 
 
-def test_a_windowed_tokenizer_never_holds_more_than_a_character() -> None:
+def test_a_windowed_tokenizer_keeps_a_short_window() -> None:
     tokenizer = made("slow_bytes")
     stream = _stream(tokenizer, [])
     for _ in range(100):
         stream.append(3 + 0xF0)
     assert stream.append(3 + ord("A")).text == "A"
+    assert len(stream._decoder._window) < 12
+    for _ in range(100):
+        assert stream.append(3 + ord("A")).text == "A"
     assert len(stream._decoder._window) < 12
 
 

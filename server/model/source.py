@@ -59,9 +59,9 @@ def _directory(path: Path) -> Path:
 def _from_hub(repo: str, revision: str | None, trust_remote_code: bool, report: Report) -> Source:
     """Download what is not in the hub's cache yet; without a network, what is there is used."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         HFValidationError,
         LocalEntryNotFoundError,
         RepositoryNotFoundError,
@@ -94,10 +94,11 @@ def _from_hub(repo: str, revision: str | None, trust_remote_code: bool, report: 
     except HFValidationError as error:
         raise ModelLoadError(f"{repo} is no directory here and no valid repository name: {error}") from None
     except LocalEntryNotFoundError as error:
+        reason = "HF_HUB_OFFLINE forbids to ask the hub" if HF_HUB_OFFLINE else "the hub cannot be reached or fails"
         raise ModelLoadError(
-            f"{repo} is no directory here, not in the Hugging Face cache, and the hub cannot be reached: check the "
-            "name and the network, or name a local directory or .gguf file"
+            f"{repo} is no directory here, not in the Hugging Face cache, and {reason}: check the name and the "
+            "network, or name a local directory or .gguf file"
         ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelLoadError(f"{repo} cannot be downloaded: {error}") from error
+    except Exception as error:  # the HTTP client's errors share no base with the hub's
+        raise ModelLoadError(f"{repo} cannot be downloaded: {type(error).__name__}: {error}") from error
     return Source(path, repo, path.name)

@@ -1,0 +1,179 @@
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.config import ServeSettings
+from server.kvpool.layout import AttentionKind, CacheLayout, LayerLayout
+from server.model.errors import ModelLoadError
+from server.model.memory import (
+    CPU_SHARE,
+    MemoryDivision,
+    available_main_memory,
+    divide_memory,
+    readable,
+    startup_report,
+)
+
+GQA = LayerLayout(AttentionKind.GQA, kv_heads=2, key_dim=8, value_dim=8)
+LAYOUT = CacheLayout((GQA,) * 4, element_bytes=4, block_size=16)
+BLOCK = 2 * (8 + 8) * 4 * 4 * 16
+GIB = 2**30
+
+
+def divide(
+    available: int, step: int = 0, device: str = "cuda", max_model_len: int = 1024, **settings: object
+) -> MemoryDivision:
+    return divide_memory(
+        ServeSettings.model_validate(settings),
+        LAYOUT,
+        device_type=device,
+        weight_bytes=GIB,
+        available_bytes=available,
+        step_bytes=step,
+        max_model_len=max_model_len,
+    )
+
+
+def refusal(available: int, **more: object) -> str:
+    with pytest.raises(ModelLoadError) as caught:
+        divide(available, **more)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_gpu_takes_its_share_of_what_weights_and_step_leave() -> None:
+    division = divide(100 * BLOCK + 7, step=20 * BLOCK, gpu_memory_utilization=0.5)
+    assert division.num_blocks == 40
+    assert division.pool_bytes == 40 * BLOCK
+    assert division.left_bytes == 40 * BLOCK + 7
+
+
+def test_exact_sizes_are_exact() -> None:
+    assert divide(100 * BLOCK, kv_blocks=33).num_blocks == 33
+    assert divide(100 * BLOCK, kv_bytes=33 * BLOCK).num_blocks == 33
+    assert divide(100 * BLOCK, kv_bytes=34 * BLOCK - 1).num_blocks == 33
+    assert divide(100 * BLOCK, kv_blocks=100).left_bytes == 0
+
+
+def test_cpu_takes_no_more_than_the_sequences_can_use() -> None:
+    settings = {"device": "cpu", "max_num_seqs": 3, "max_model_len": 17}
+    assert divide(10**6 * BLOCK, **settings).num_blocks == 1 + 3 * 2  # type: ignore[arg-type]
+    modest = divide(100 * BLOCK, step=20 * BLOCK, device="cpu")
+    assert modest.num_blocks == 80 * CPU_SHARE
+
+
+@given(
+    available=st.integers(0, 400 * BLOCK),
+    step=st.integers(0, 400 * BLOCK),
+    device=st.sampled_from(["cpu", "cuda"]),
+    asked=st.none()
+    | st.tuples(st.just("kv_blocks"), st.integers(2, 500))
+    | st.tuples(st.just("kv_bytes"), st.integers(1, 500 * BLOCK)),
+    share=st.floats(0.01, 1),
+)
+def test_the_division_adds_up_or_is_refused(
+    available: int, step: int, device: str, asked: tuple[str, int] | None, share: float
+) -> None:
+    settings: dict[str, object] = {"gpu_memory_utilization": share} | ({asked[0]: asked[1]} if asked else {})
+    room = max(available - step, 0)
+    try:
+        division = divide(available, step, device, **settings)
+    except ModelLoadError:
+        asked_blocks = 0 if asked is None else asked[1] if asked[0] == "kv_blocks" else asked[1] // BLOCK
+        part = share if device == "cuda" else CPU_SHARE
+        assert asked_blocks * BLOCK > room or (asked_blocks < 2 and (asked or int(room * part) < 2 * BLOCK))
+    else:
+        assert division.num_blocks >= 2
+        assert division.pool_bytes + step + division.left_bytes == available
+        assert division.left_bytes >= 0
+
+
+def test_refusals_name_flag_number_and_what_is_possible() -> None:
+    message = refusal(100 * BLOCK, step=10 * BLOCK, kv_blocks=91)
+    assert "--kv-blocks asks for" in message
+    assert f"at most --kv-blocks 90 or --kv-bytes {90 * BLOCK}" in message
+    assert f"--kv-bytes is 5000, but the smallest pool takes {2 * BLOCK} bytes" in refusal(100 * BLOCK, kv_bytes=5000)
+    assert "raise --gpu-memory-utilization, lower --max-num-batched-tokens" in refusal(3 * BLOCK, step=2 * BLOCK)
+    assert "--gpu-memory-utilization" not in refusal(BLOCK, device="cpu")
+
+
+def test_what_a_person_is_told_at_start() -> None:
+    window = LayerLayout(AttentionKind.MQA, kv_heads=1, key_dim=8, value_dim=8)
+    latent = LayerLayout(AttentionKind.MLA, kv_heads=1, key_dim=576, value_dim=0)
+    layout = CacheLayout((GQA, window, GQA, latent), element_bytes=2, block_size=16)
+    division = MemoryDivision(101, layout.bytes_per_block, GIB, 2 * GIB, GIB // 2, "--kv-blocks")
+    report = startup_report("tiny", "bfloat16", "cuda:0", layout, [None, 1024, None, None], 320, division)
+    assert report == [
+        "model   tiny, bfloat16 on cuda:0",
+        "layers  2 x GQA (2 KV heads of 8), 1 x MQA (1 KV head of 8, window 1,024), 1 x MLA (1 KV head of 576)",
+        "cache   1,312 bytes a token, 100 blocks of 16 tokens: 1,600 tokens, 5 sequences of 320 tokens",
+        "memory  weights 1.0 GiB, largest step 512.0 MiB, cache 2.0 MiB (--kv-blocks), 1.5 GiB left",
+    ]
+    short = startup_report("tiny", "bfloat16", "cuda:0", layout, [None] * 4, 2000, division)
+    assert "not one sequence of 2,000 tokens (the limit of a request is 1,600)" in short[2]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 bytes"), (1023, "1,023 bytes"), (1536, "1.5 KiB"), (-(2**21), "-2.0 MiB"), (3 * 2**40, "3.0 TiB")],
+)
+def test_readable(nbytes: int, text: str) -> None:
+    assert readable(nbytes) == text
+
+
+# Main memory, as Linux tells it
+
+
+def linux(tmp_path: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    files = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n", "proc/self/cgroup": membership} | files
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    cgroups.mkdir(exist_ok=True)
+    return proc, cgroups
+
+
+def test_machine_without_limits(tmp_path: Path) -> None:
+    assert available_main_memory(*linux(tmp_path, "0::/\n", {})) == 8000 * 1024
+
+
+def test_limit_of_a_container_version_2(tmp_path: Path) -> None:
+    files = {
+        "cgroup/pod/app/memory.max": "max",
+        "cgroup/pod/app/memory.current": "300",
+        "cgroup/pod/app/memory.stat": "anon 5\ninactive_file 50",
+        "cgroup/pod/memory.max": "1000",
+        "cgroup/pod/memory.current": "400",
+        "cgroup/pod/memory.stat": "anon 5\ninactive_file 100\n",
+    }
+    assert available_main_memory(*linux(tmp_path, "0::/pod/app\n", files)) == 1000 - 400 + 100
+
+
+def test_limit_of_a_container_version_1(tmp_path: Path) -> None:
+    files = {
+        "cgroup/memory/app/memory.limit_in_bytes": "1000",
+        "cgroup/memory/app/memory.usage_in_bytes": "900",
+        "cgroup/memory/app/memory.stat": "inactive_file 1\ntotal_inactive_file 30\n",
+        "cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096),
+        "cgroup/memory/memory.usage_in_bytes": "5000",
+        "cgroup/memory/memory.stat": "total_inactive_file 0\n",
+    }
+    assert available_main_memory(*linux(tmp_path, "4:memory:/app\n1:cpu:/app\n", files)) == 130
+
+
+def test_limit_that_is_used_up(tmp_path: Path) -> None:
+    files = {
+        "cgroup/memory.max": "1000",
+        "cgroup/memory.current": "1400",
+        "cgroup/memory.stat": "inactive_file 100\n",
+    }
+    assert available_main_memory(*linux(tmp_path, "0::/\n", files)) == 0
+
+
+def test_this_machine() -> None:
+    match = re.search(r"MemTotal:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    assert match is not None
+    assert 0 < available_main_memory() <= int(match[1]) * 1024

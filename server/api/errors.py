@@ -127,7 +127,9 @@ def show(value: object) -> str:
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:
+    """Its code goes into the log, its message does not: that one quotes the client."""
     assert isinstance(error, APIError)
+    request.state.exchange.notes.update(error=error.code, param=error.param)
     return error.response()
 
 

@@ -93,6 +93,7 @@ class EventStream(Response):
                     await self._send(send, data)
             except APIError as error:
                 self._exchange.outcome = "error"
+                self._exchange.notes["error"] = error.code
                 await self._send(send, event(error.body))
             except Exception:
                 logger.exception("request %s failed in its stream", self._exchange.request_id)

@@ -78,6 +78,7 @@ class FakeStream:
         if not tokens:
             return [Output("", (), Usage(prompt, 0, cached), "length", None, scores)]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(bytes(i for i in request.prompt_ids if i < 256))  # it may end inside a character
         whole, pieces, matched = "", [], None
         for index, token in enumerate(tokens):
             final = index == len(tokens) - 1

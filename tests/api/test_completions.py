@@ -117,29 +117,38 @@ async def test_every_field_reaches_the_engine(served: Served) -> None:
     assert (request.streaming, request.leader, request.prompt_logprobs) == (False, None, None)
 
 
-@pytest.mark.parametrize("top_k", [0, -1, 258, 259, 2**31, 2**63])
-async def test_top_k_without_effect_is_no_limit(served: Served, top_k: int) -> None:
-    await served.complete(prompt="x", top_k=top_k)
-    assert served.engine.requests[0].params.top_k == 0
+async def test_top_k_without_effect_is_no_limit(served: Served) -> None:
+    for top_k in (0, -1, 258, 259, 2**31, 2**63):
+        await served.complete(prompt="x", top_k=top_k)
+        assert served.engine.requests[-1].params.top_k == 0
 
 
-@pytest.mark.parametrize(
-    ("prompt", "ids"),
-    [
+async def test_all_forms_of_prompts(served: Served) -> None:
+    forms: list[tuple[Any, list[list[int]]]] = [
         ("ab", [[97, 98]]),
         (["ab", "c"], [[97, 98], [99]]),
         ([97, 98], [[97, 98]]),
         ([[97], [98, 99]], [[97], [98, 99]]),
         (["ab", [99]], [[97, 98], [99]]),
         ("🦜", [[0xF0, 0x9F, 0xA6, 0x9C]]),
-    ],
-)
-async def test_all_forms_of_prompts(served: Served, prompt: object, ids: list[list[int]]) -> None:
-    answer = await both(served, prompt=prompt, temperature=0, max_tokens=2)
-    assert [list(request.prompt_ids) for request in served.engine.requests[: len(ids)]] == ids
-    assert [choice["index"] for choice in answer["choices"]] == list(range(len(ids)))
-    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
-    assert answer["usage"]["completion_tokens"] == 2 * len(ids)
+    ]
+    for prompt, ids in forms:
+        served.engine.streams.clear()
+        answer = await both(served, prompt=prompt, temperature=0, max_tokens=2)
+        assert [list(request.prompt_ids) for request in served.engine.requests[: len(ids)]] == ids
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(ids)))
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+        assert answer["usage"]["completion_tokens"] == 2 * len(ids)
+
+
+async def test_echo_of_a_prompt_that_ends_inside_a_character(served: Served) -> None:
+    """The output may complete it; only without one it is settled."""
+    begun, rest = list("a🦜".encode()[:3]), list("🦜".encode()[2:])
+    served.engine.tokens = lambda request: rest
+    for max_tokens, text in ((2, "a🦜"), (0, "a\ufffd")):
+        choice = (await both(served, prompt=begun, echo=True, max_tokens=max_tokens, logprobs=0))["choices"][0]
+        assert choice["text"] == text
+        assert "".join(choice["logprobs"]["tokens"]) == text
 
 
 async def test_choices_are_numbered_by_prompt_and_siblings_differ(served: Served) -> None:

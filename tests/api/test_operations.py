@@ -172,4 +172,5 @@ async def test_one_line_a_request_none_a_probe(served: Served, caplog: pytest.Lo
     assert finished["queue_ms"] == 1.0
     assert 0 <= finished["ttft_ms"] <= finished["total_ms"]
     assert (refused["status"], refused["outcome"]) == (400, "ok")
+    assert (refused["error"], refused["param"]) == ("invalid_value", "prompt")
     assert "secret" not in caplog.text

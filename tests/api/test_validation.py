@@ -103,26 +103,26 @@ async def test_bad_values_are_refused_by_name(served: Served) -> None:
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) == "1" * 40
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {name: None for name in (*RANGES, *INTEGERS, *BOOLS, *OTHERS) if name not in ("prompt", "max_tokens")},
-        {"logit_bias": {}, "stop": [], "stop_token_ids": [], "n": 1, "top_k": 0, "logprobs": None},
-        {"logit_bias": {"257": -100}, "temperature": 0, "top_p": 1, "top_k": -1, "stop": ["x"] * 16},
-        {"temperature": 1e-300, "top_p": 1e-4, "presence_penalty": -2, "repetition_penalty": 2, "seed": 2**63 - 1},
-        {
-            "suffix": None,
-            "best_of": 1,
-            "user": "me",
-            "metadata": {"a": "b"},
-            "store": False,
-            "tools": [],
-            "suffix ": "",
-        },
-    ],
-)
-async def test_values_at_the_edge_pass(served: Served, extra: dict[str, Any]) -> None:
-    await served.complete(prompt="x", max_tokens=2, **extra)
+EDGES: list[dict[str, Any]] = [
+    {name: None for name in (*RANGES, *INTEGERS, *BOOLS, *OTHERS) if name not in ("prompt", "max_tokens")},
+    {"logit_bias": {}, "stop": [], "stop_token_ids": [], "n": 1, "top_k": 0, "logprobs": None},
+    {"logit_bias": {"257": -100}, "temperature": 0, "top_p": 1, "top_k": -1, "stop": ["x"] * 16},
+    {"temperature": 1e-300, "top_p": 1e-4, "presence_penalty": -2, "repetition_penalty": 2, "seed": 2**63 - 1},
+    {
+        "suffix": None,
+        "best_of": 1,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": False,
+        "tools": [],
+        "suffix ": "",
+    },
+]
+
+
+async def test_values_at_the_edge_pass(served: Served) -> None:
+    for extra in EDGES:
+        await served.complete(prompt="x", max_tokens=2, **extra)
 
 
 async def test_messages_say_what_is_possible(served: Served) -> None:
@@ -142,57 +142,58 @@ async def test_messages_say_what_is_possible(served: Served) -> None:
     assert (error["param"], error["code"]) == ("prompt", "missing_required_parameter")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "max_tokens", "count"),
-    [("x" * 64, 1, 64), ("x" * 65, 0, 65), ([1] * 100, None, 100), (["a", "x" * 64], 1, 64)],
-)
-async def test_prompt_that_leaves_no_room(served: Served, prompt: Any, max_tokens: int | None, count: int) -> None:
-    for stream in (True, False):
-        response = await served.post(prompt=prompt, max_tokens=max_tokens, echo=True, stream=stream)
-        error = check_error(response)
-        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
-        for word in (f"{count} tokens", "64", "--max-model-len"):
-            assert word in error["message"]
-    assert served.metric("request_rejections_total", reason="too_long") == 2
+async def test_prompt_that_leaves_no_room(served: Served) -> None:
+    cases: list[tuple[Any, int | None, int]] = [
+        ("x" * 64, 1, 64), ("x" * 65, 0, 65), ([1] * 100, None, 100), (["a", "x" * 64], 1, 64)
+    ]  # fmt: skip
+    for prompt, max_tokens, count in cases:
+        for stream in (True, False):
+            response = await served.post(prompt=prompt, max_tokens=max_tokens, echo=True, stream=stream)
+            error = check_error(response)
+            assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+            for word in (f"{count} tokens", "64", "--max-model-len"):
+                assert word in error["message"]
+    assert served.metric("request_rejections_total", reason="too_long") == 8
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "hint"),
-    [
-        ("suffix", "end", "prompt"),
-        ("best_of", 3, "'n'"),
-        ("tools", [{"type": "function"}], "tools"),
-        ("response_format", {"type": "json_object"}, "structured output"),
-        ("guided_json", {}, "structured output"),
-        ("guided_regex", "a+", "structured output"),
-        ("max_completion_tokens", 5, "max_tokens"),
-        ("repeat_penalty", 1.1, "repetition_penalty"),
-        ("messages", [{"role": "user", "content": "hi"}], "prompt"),
-        ("use_beam_search", True, "beam"),
-        ("top_logprobs", 3, "logprobs"),
-        ("prompt_logprobs", 0, "echo"),
-    ],
-)
-async def test_known_but_unhonoured_parameters_are_refused(served: Served, name: str, value: Any, hint: str) -> None:
-    error = check_error(await served.post(prompt="x", **{name: value}))
-    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
-    assert hint in error["message"]
+UNSUPPORTED = [
+    ("suffix", "end", "prompt"),
+    ("best_of", 3, "'n'"),
+    ("tools", [{"type": "function"}], "tools"),
+    ("response_format", {"type": "json_object"}, "structured output"),
+    ("guided_json", {}, "structured output"),
+    ("guided_regex", "a+", "structured output"),
+    ("max_completion_tokens", 5, "max_tokens"),
+    ("repeat_penalty", 1.1, "repetition_penalty"),
+    ("messages", [{"role": "user", "content": "hi"}], "prompt"),
+    ("use_beam_search", True, "beam"),
+    ("top_logprobs", 3, "logprobs"),
+    ("prompt_logprobs", 0, "echo"),
+    ("stream_interval", 8, "token"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("response_format", {"type": "text"}),
-        ("best_of", 2),
-        ("typical_p", 1.0),
-        ("tool_choice", "none"),
-        ("parallel_tool_calls", True),
-        ("mirostat", 0),
-        ("use_beam_search", False),
-    ],
-)
-async def test_parameters_that_ask_for_nothing_pass(served: Served, name: str, value: Any) -> None:
-    response = await served.post(prompt="x", n=2, **{name: value})
+async def test_known_but_unhonoured_parameters_are_refused(served: Served) -> None:
+    for name, value, hint in UNSUPPORTED:
+        error = check_error(await served.post(prompt="x", **{name: value}))
+        assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+        assert hint in error["message"]
+
+
+async def test_parameters_that_ask_for_nothing_pass(served: Served) -> None:
+    neutral = {
+        "response_format": {"type": "text"},
+        "best_of": 2,
+        "typical_p": 1.0,
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "mirostat": 0,
+        "use_beam_search": False,
+        "suffix": None,
+        "guided_json": None,
+        "user": "me",
+    }
+    response = await served.post(prompt="x", n=2, **neutral)
     assert response.status_code == 200
     assert "x-sluice-ignored-parameters" not in response.headers
 
@@ -208,20 +209,20 @@ async def test_unknown_fields_are_reported(served: Served) -> None:
     assert len(response.headers["x-sluice-ignored-parameters"]) < 1000
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"prompt":"x",y}', b"", b'{"prompt":"x"', b"[]", b"null", b"7", b'"s"', b"{}", b'{"prompt":"x"} x',
-        b'{"prompt":"\xff"}', b"\xff\xfe{\x00}\x00", b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"prompt":"x","n":' + b"1" * 5000 + b"}", b'{"prompt":"x","a":' * 50_000 + b"1" + b"}" * 50_000,
-        b'{"prompt":"x","top_p":"' + b"y" * 100_000 + b'"}', b'{"prompt":"x","model":"' + b"\\u0001" * 100_000 + b'"}',
-    ],
-)  # fmt: skip
-async def test_bodies_that_are_no_request(served: Served, body: bytes) -> None:
-    response = await served.client.post(PATH, content=body, headers=JSON)
-    check_error(response, 404 if b"model" in body else 400)
-    assert served.metric("requests_received_total", endpoint="completions", streaming="false") == 1
-    assert served.metric("request_rejections_total", reason="invalid") == 1
+BODIES = [
+    b'{"prompt":"x",y}', b"", b'{"prompt":"x"', b"[]", b"null", b"7", b'"s"', b"{}", b'{"prompt":"x"} x',
+    b'{"prompt":"\xff"}', b"\xff\xfe{\x00}\x00", b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    b'{"prompt":"x","n":' + b"1" * 5000 + b"}", b'{"prompt":"x","a":' * 50_000 + b"1" + b"}" * 50_000,
+    b'{"prompt":"x","top_p":"' + b"y" * 100_000 + b'"}', b'{"prompt":"x","model":"' + b"\\u0001" * 100_000 + b'"}',
+]  # fmt: skip
+
+
+async def test_bodies_that_are_no_request(served: Served) -> None:
+    for body in BODIES:
+        response = await served.client.post(PATH, content=body, headers=JSON)
+        check_error(response, 404 if b"model" in body else 400)
+    assert served.metric("requests_received_total", endpoint="completions", streaming="false") == len(BODIES)
+    assert served.metric("request_rejections_total", reason="invalid") == len(BODIES)
 
 
 async def test_last_of_duplicate_keys_counts_and_a_byte_order_mark_is_no_fault(served: Served) -> None:
@@ -230,11 +231,11 @@ async def test_last_of_duplicate_keys_counts_and_a_byte_order_mark_is_no_fault(s
     assert response.json()["usage"]["prompt_tokens"] == 2
 
 
-@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"])
-async def test_content_type_must_be_json(served: Served, content_type: str | None) -> None:
-    headers = {"content-type": content_type} if content_type else {}
-    response = await served.client.post(PATH, content=b'{"prompt":"x"}', headers=headers)
-    assert "application/json" in check_error(response, 415)["message"]
+async def test_content_type_must_be_json(served: Served) -> None:
+    for content_type in (None, "text/plain", "application/x-www-form-urlencoded", "application/jsonx"):
+        headers = {"content-type": content_type} if content_type else {}
+        response = await served.client.post(PATH, content=b'{"prompt":"x"}', headers=headers)
+        assert "application/json" in check_error(response, 415)["message"]
 
 
 async def test_content_type_may_have_parameters(served: Served) -> None:

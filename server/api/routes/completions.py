@@ -36,7 +36,7 @@ router = APIRouter(tags=["completions"])
 
 ENDPOINT = "completions"
 DEFAULT_MAX_TOKENS = 16
-# A larger body is parsed in a worker, so that it does not delay other requests' tokens.
+# A larger body is parsed and checked in a worker, so that it does not delay other requests' tokens.
 _LARGE_BODY = 64 * 1024
 
 
@@ -48,15 +48,15 @@ _LARGE_BODY = 64 * 1024
 async def create_completion(request: Request) -> Response:
     """Continue each prompt `n` times; streamed as server-sent events or whole."""
     service, exchange = service_of(request), exchange_of(request)
-    raw: dict[str, Any] = {}
     with counting_refusal(service, ENDPOINT, False):
         service.ready_model()
         data = await read_body(request)
-        raw = await service.in_worker(parse_object, data) if len(data) > _LARGE_BODY else parse_object(data)
+        large = len(data) > _LARGE_BODY
+        raw = await service.in_worker(parse_object, data) if large else parse_object(data)
     watch = DisconnectWatch(request.receive)
     try:
         with counting_refusal(service, ENDPOINT, raw.get("stream") is True):
-            job = await watch.guard(_prepare(service, exchange.request_id, raw))
+            job = await watch.guard(_prepare(service, exchange.request_id, raw, large))
         generation = Generation(service, exchange, job.requests, job.n)
     except BaseException:
         watch.close()
@@ -90,10 +90,10 @@ class Job:
         return self.body.n or 1
 
 
-async def _prepare(service: Service, request_id: str, raw: Mapping[str, Any]) -> Job:
+async def _prepare(service: Service, request_id: str, raw: Mapping[str, Any], large: bool) -> Job:
     """Everything that can be refused is refused here. Raises APIError."""
     unknown = check_unhandled(raw, CompletionRequest.model_fields.keys())
-    body = parse(CompletionRequest, raw)
+    body = await service.in_worker(parse, CompletionRequest, raw) if large else parse(CompletionRequest, raw)
     model, tokenizer = service.ready_model()
     name = served_name(body.model, model)
     n = body.n or 1

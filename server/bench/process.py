@@ -14,8 +14,9 @@ from contextlib import asynccontextmanager
 from typing import IO
 
 from server.bench.client import BenchError, Client
+from server.bench.stream import error_message
 
-SERVE = (sys.executable, "-m", "server.cli", "serve")
+SERVE = (sys.executable, "-m", "server", "serve")
 READY_TIMEOUT = 1800.0  # a first start may have to download and convert a model
 POLL_SECONDS = 0.2
 END_SECONDS = 15.0
@@ -85,7 +86,7 @@ async def _until_ready(
         else:
             if response.status == 200:
                 return
-            show(f"the server is not ready: {response.error}")
+            show(f"the server is not ready yet: {error_message(response.body)}")
         await asyncio.sleep(POLL_SECONDS)
     raise BenchError(f"the server was not ready within {READY_TIMEOUT:.0f} s:\n{_tail(log)}")
 

@@ -38,7 +38,7 @@ from server.metrics import AbortCause, FinishedReport, Metrics, PoolReport, Step
 from server.scheduler.request import Request
 from server.scheduler.scheduler import Progress, Scheduler
 from server.session import Session
-from server.step import StepPlan, StepResult
+from server.step import NonFiniteLogits, StepPlan, StepResult
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -289,8 +289,13 @@ class AsyncEngine:
                 session = self._sessions[sequence.request_id]
                 session.admitted = now
                 self._streams[sequence.request_id].queue_seconds = now - session.arrived
-            result = await self._engine_loop.run_in_executor(self._device, started.runner.run, plan)
-            self._finish_step(scheduler, plan, result, begun, now)
+            self._report_pool(scheduler)
+            try:
+                result = await self._engine_loop.run_in_executor(self._device, started.runner.run, plan)
+            except NonFiniteLogits as error:
+                self._fail(scheduler, error)
+            else:
+                self._finish_step(scheduler, plan, result, begun, now)
 
     async def _wait_for_work(self) -> None:
         """Wait for the inbox, telling the metrics about the time in parts."""
@@ -332,11 +337,20 @@ class AsyncEngine:
             )
         )
 
+    def _fail(self, scheduler: Scheduler, error: NonFiniteLogits) -> None:
+        """End the requests that the model cannot continue; the others run their step again and lose nothing."""
+        logger.error("%s", error)
+        for sequence in scheduler.fail(error.sequences):
+            session = self._sessions[sequence.request_id]
+            failure = GenerationFailed("the model computed NaN or infinite logits for this request")
+            self._outbox.append((self._streams[sequence.request_id], failure))
+            self._close(session, "error", None, time.monotonic())
+
     def _advance(self, scheduler: Scheduler, progress: Progress, now: float) -> int:
         """Make and send the output of one request's progress; returns how many tokens became certain."""
         assert self._started is not None
         session = self._sessions[progress.request.request_id]
-        if not session.prompt_counted and progress.request.prompt_is_computed:
+        if not session.prompt_counted and (progress.token_id is not None or progress.finish_reason is not None):
             session.prompt_counted = True
             if session.request.leader is None:  # siblings share one prompt, which usage counts once
                 self.metrics.prompt_computed(progress.request.num_prompt, progress.request.num_cached)

@@ -40,7 +40,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class OutputToken:
-    """A token of the output. `text` is its share of the whole text: joined, the pieces are the text before any stop cut.
+    """A token of the output. `text` is its share of the text: joined, the pieces are the text before any stop cut.
 
     A token that ends inside a character has an empty piece; the token that completes it carries the character.
     """

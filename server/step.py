@@ -128,3 +128,20 @@ class StepResult:
     scores: tuple[TokenLogprobs, ...]
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+
+
+class NonFiniteLogits(ArithmeticError):
+    """The model computed NaN or infinite logits for some sequences.
+
+    Nothing is drawn for the step: the error names the sequences, so that they can be failed alone. The others lose
+    nothing, since sampling is stateless and running their step again draws the same tokens.
+
+    sequences: indices into the plan's sequences.
+    """
+
+    def __init__(self, sequences: tuple[int, ...]) -> None:
+        super().__init__(
+            f"the model computed NaN or infinite logits for sequence(s) {', '.join(map(str, sequences))} of the step; "
+            "weights or activations overflow: try --dtype float32 or bfloat16"
+        )
+        self.sequences = sequences

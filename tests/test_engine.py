@@ -22,7 +22,7 @@ from server.generation import (
     RequestTooLong,
 )
 from server.metrics import Metrics
-from server.step import SamplingParams, StepPlan
+from server.step import NonFiniteLogits, SamplingParams, StepPlan, StepResult
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
 FORCED = SamplingParams(temperature=0.0, logit_bias={65: 100.0})
@@ -217,6 +217,31 @@ async def test_draining_aborts_what_takes_too_long(harness: Harness) -> None:
     rest = await collect(stream)
     assert rest[-1].finish_reason == "abort"
     assert harness.value("request_aborts_total", cause="shutdown") == 1
+
+
+async def test_a_request_with_broken_numbers_fails_alone(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = harness.engine._started
+    assert started is not None
+    run = started.runner.run
+
+    def broken(plan: StepPlan) -> StepResult:
+        bad = [
+            row for row in range(plan.num_sequences) if 99 in plan.input_ids[slice(*plan.query_starts[row : row + 2])]
+        ]
+        if bad:
+            raise NonFiniteLogits(tuple(bad))
+        return run(plan)
+
+    monkeypatch.setattr(started.runner, "run", broken)
+    good = [harness.engine.submit(harness.request((i,) * 5, max_tokens=30)) for i in range(3)]
+    bad = harness.engine.submit(harness.request((1, 99, 1)))
+    with pytest.raises(GenerationFailed, match="NaN"):
+        await collect(bad)
+    for outputs in await asyncio.gather(*map(collect, good)):
+        assert [token.token_id for output in outputs for token in output.tokens] == [65] * 30
+    await harness.settled()
+    assert harness.value("requests_total", endpoint="completions", finish_reason="error") == 1
+    assert harness.engine.status.phase is Phase.READY
 
 
 async def test_a_failing_step_fails_every_open_request_and_says_why(

@@ -134,7 +134,7 @@ class BlockPool:
         self._published.add(block)
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
-        """Check every invariant against the block lists of all holders; raises AssertionError naming the first broken one.
+        """Check every invariant against the block lists of all holders; AssertionError names the first broken one.
 
         O(capacity); may be called between any two operations.
         """
@@ -149,7 +149,7 @@ class BlockPool:
         cached = set(self._cached)
         used = {block for block, count in enumerate(self._references) if count}
         assert len(free) == self.num_free, "free runs overlap"
-        assert free.isdisjoint(cached) and free.isdisjoint(used) and cached.isdisjoint(used), "a block has two states"
+        assert len(free | cached | used) == len(free) + len(cached) + len(used), "a block has two states"
         assert len(free) + len(cached) + len(used) == self.capacity, "a block has no state"
         assert self._published == cached | (self._published & used), (
             "a published block is free, or a cached one unpublished"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from server.model.noise import exponential, noise_keys, seed_words
-from server.step import History, Int32Array, Int64Array, SamplingParams, StepPlan, TokenLogprobs
+from server.step import History, Int32Array, Int64Array, NonFiniteLogits, SamplingParams, StepPlan, TokenLogprobs
 
 GREEDY_BELOW = 1e-5
 
@@ -29,23 +29,6 @@ _GPU_BLOCK = 2**23
 _NARROWEST = 128
 
 _Kind = Literal["greedy", "race", "truncated"]
-
-
-class NonFiniteLogits(ArithmeticError):
-    """The model computed NaN or infinite logits for some sequences.
-
-    Nothing is drawn for the step: the error names the sequences, so that they can be failed alone. The others lose
-    nothing, since sampling is stateless and running their step again draws the same tokens.
-
-    sequences: indices into the plan's sequences.
-    """
-
-    def __init__(self, sequences: tuple[int, ...]) -> None:
-        super().__init__(
-            f"the model computed NaN or infinite logits for sequence(s) {', '.join(map(str, sequences))} of the step; "
-            "weights or activations overflow: try --dtype float32 or bfloat16"
-        )
-        self.sequences = sequences
 
 
 class Sampler:

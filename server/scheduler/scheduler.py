@@ -3,6 +3,7 @@
     add() abort()          between steps, or during one
     plan() -> StepPlan     admits, picks tokens, takes blocks; preempts when blocks run out
     commit(StepResult)     appends tokens, publishes and frees blocks, finishes requests
+    fail(sequences)        instead of commit(), when the step could not be computed because of some sequences
 
 It has no clock, no threads and no tensors, so the same calls always lead to the same state.
 
@@ -19,6 +20,7 @@ prompts in order, so decoding never starves a prompt.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -159,7 +161,7 @@ class Scheduler:
         insort(self.waiting, request, key=_order)
 
     def plan(self) -> StepPlan | None:
-        """Choose what the next step computes; None when there is nothing to do. Every plan must be committed."""
+        """Choose what the next step computes; None when nothing is to do. Each plan must be committed or failed."""
         if self._in_flight:
             raise RuntimeError("the last plan has not been committed")
         self.admitted = []
@@ -229,6 +231,20 @@ class Scheduler:
             if finish_reason is not None:
                 self.abort(request)
         return progress
+
+    def fail(self, sequences: Iterable[int]) -> list[Request]:
+        """Take the last plan back, since these of its sequences cannot be computed, and end them; returns them.
+
+        The others keep what they have and are planned again.
+        """
+        in_flight, self._in_flight = self._in_flight, []
+        failed = [in_flight[index][0] for index in sequences if in_flight[index][0].status is Status.RUNNING]
+        for request, _ in in_flight:
+            if request.status is Status.FINISHED:
+                self._release(request)
+        for request in failed:
+            self.abort(request)
+        return failed
 
     def stats(self) -> SchedulerStats:
         shared = sum(self._awaits_leader(request) for request in self.waiting)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from server.model.noise import exponential, noise_keys, seed_words
-from server.model.sampler import NonFiniteLogits, Sampler
-from server.step import History, SamplingParams, StepPlan, TokenLogprobs
+from server.model.sampler import Sampler
+from server.step import History, NonFiniteLogits, SamplingParams, StepPlan, TokenLogprobs
 
 torch.set_num_threads(1)
 

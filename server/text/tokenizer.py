@@ -70,7 +70,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ValueError(f"character {error.start} of the text is half a surrogate pair, not a character") from None
         if self._backend is not None:
-            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+            # Only the batch call lets other threads run: `encode` would stop the event loop for as long as it takes.
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:

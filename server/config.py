@@ -156,9 +156,9 @@ class ServeSettings(BaseSettings):
     kv_blocks: int | None = _option(
         "Device and memory",
         None,
-        "exact number of cache blocks, the one kept for padding included",
+        "exact number of cache blocks for sequences; one more is kept for padding",
         shown="from the memory there is",
-        ge=2,
+        ge=1,
     )
     block_size: int = _option("Device and memory", 16, "tokens a cache block holds", ge=1, le=1024)
     enable_prefix_caching: bool = _option(

@@ -145,7 +145,7 @@ def test_variables_that_kubernetes_sets_for_a_service_named_sluice(monkeypatch: 
         (["--gpu-memory-utilization", "nan"], ["--gpu-memory-utilization"]),
         (["--kv-bytes", "8 parsecs"], ["--kv-bytes", "8GiB"]),
         (["--kv-bytes", "0"], ["--kv-bytes", "at least 1 byte"]),
-        (["--kv-blocks", "1"], ["--kv-blocks", "at least 2"]),
+        (["--kv-blocks", "0"], ["--kv-blocks", "at least 1"]),
         (["--shutdown-timeout", "inf"], ["--shutdown-timeout", "at most 86400"]),
         (["--served-model-name", "a,,b"], ["--served-model-name", "none of them empty"]),
         (["--seed", str(2**63)], ["--seed", "at most 9223372036854775807"]),

@@ -38,7 +38,7 @@ class Harness:
     """A started engine and the registry its metrics are in."""
 
     def __init__(self, checkpoint: Path, **options: Any) -> None:
-        options = {"kv_blocks": 65, "max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
+        options = {"kv_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
         self.registry = CollectorRegistry()
         settings = ServeSettings(model=str(checkpoint), served_model_name=["tiny"], **options)
         self.engine = AsyncEngine(settings, Metrics(self.registry, "tiny"))
@@ -183,7 +183,7 @@ async def test_closing_frees_everything_in_any_state(harness: Harness, state: st
 
 
 async def test_what_cannot_run_is_refused_at_once(checkpoint: Path) -> None:
-    harness = Harness(checkpoint, max_num_seqs=1, max_num_batched_tokens=32, max_queued_requests=2, kv_blocks=9)
+    harness = Harness(checkpoint, max_num_seqs=1, max_num_batched_tokens=32, max_queued_requests=2, kv_blocks=8)
     with pytest.raises(EngineUnavailable, match="loading"):
         harness.engine.submit(harness.request())
     await harness.ready()

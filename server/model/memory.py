@@ -71,7 +71,7 @@ def divide_memory(
     block = layout.bytes_per_block
     room = max(available_bytes - step_bytes, 0)
     if settings.kv_blocks is not None:
-        num_blocks, reason = settings.kv_blocks, "--kv-blocks"
+        num_blocks, reason = settings.kv_blocks + 1, "--kv-blocks"
     elif settings.kv_bytes is not None:
         num_blocks, reason = settings.kv_bytes // block, "--kv-bytes"
         if num_blocks < 2:
@@ -91,7 +91,7 @@ def divide_memory(
         most_blocks = room // block
         raise ModelLoadError(
             f"{reason} asks for a cache of {readable(num_blocks * block)}, but weights and the largest step leave "
-            f"{readable(room)}: at most --kv-blocks {most_blocks} or --kv-bytes {most_blocks * block}"
+            f"{readable(room)}: at most --kv-blocks {max(most_blocks - 1, 0)} or --kv-bytes {most_blocks * block}"
         )
     if num_blocks < 2:
         flag = "raise --gpu-memory-utilization, " if device_type == "cuda" else ""

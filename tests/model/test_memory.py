@@ -51,10 +51,10 @@ def test_gpu_takes_its_share_of_what_weights_and_step_leave() -> None:
 
 
 def test_exact_sizes_are_exact() -> None:
-    assert divide(100 * BLOCK, kv_blocks=33).num_blocks == 33
+    assert divide(100 * BLOCK, kv_blocks=32).num_blocks == 33
     assert divide(100 * BLOCK, kv_bytes=33 * BLOCK).num_blocks == 33
     assert divide(100 * BLOCK, kv_bytes=34 * BLOCK - 1).num_blocks == 33
-    assert divide(100 * BLOCK, kv_blocks=100).left_bytes == 0
+    assert divide(100 * BLOCK, kv_blocks=99).left_bytes == 0
 
 
 def test_cpu_takes_no_more_than_the_sequences_can_use() -> None:
@@ -69,7 +69,7 @@ def test_cpu_takes_no_more_than_the_sequences_can_use() -> None:
     step=st.integers(0, 400 * BLOCK),
     device=st.sampled_from(["cpu", "cuda"]),
     asked=st.none()
-    | st.tuples(st.just("kv_blocks"), st.integers(2, 500))
+    | st.tuples(st.just("kv_blocks"), st.integers(1, 500))
     | st.tuples(st.just("kv_bytes"), st.integers(1, 500 * BLOCK)),
     share=st.floats(0.01, 1),
 )
@@ -81,7 +81,7 @@ def test_the_division_adds_up_or_is_refused(
     try:
         division = divide(available, step, device, **settings)
     except ModelLoadError:
-        asked_blocks = 0 if asked is None else asked[1] if asked[0] == "kv_blocks" else asked[1] // BLOCK
+        asked_blocks = 0 if asked is None else asked[1] + 1 if asked[0] == "kv_blocks" else asked[1] // BLOCK
         part = share if device == "cuda" else CPU_SHARE
         assert asked_blocks * BLOCK > room or (asked_blocks < 2 and (asked or int(room * part) < 2 * BLOCK))
     else:
@@ -91,9 +91,9 @@ def test_the_division_adds_up_or_is_refused(
 
 
 def test_refusals_name_flag_number_and_what_is_possible() -> None:
-    message = refusal(100 * BLOCK, step=10 * BLOCK, kv_blocks=91)
+    message = refusal(100 * BLOCK, step=10 * BLOCK, kv_blocks=90)
     assert "--kv-blocks asks for" in message
-    assert f"at most --kv-blocks 90 or --kv-bytes {90 * BLOCK}" in message
+    assert f"at most --kv-blocks 89 or --kv-bytes {90 * BLOCK}" in message
     assert f"--kv-bytes is 5000, but the smallest pool takes {2 * BLOCK} bytes" in refusal(100 * BLOCK, kv_bytes=5000)
     assert "raise --gpu-memory-utilization, lower --max-num-batched-tokens" in refusal(3 * BLOCK, step=2 * BLOCK)
     assert "--gpu-memory-utilization" not in refusal(BLOCK, device="cpu")

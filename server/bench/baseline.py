@@ -166,7 +166,6 @@ async def compare_with_bare(
     Every turn has new prompts, cut from the workload's, so that no prefix cache can help. The prompts are sent as token
     ids. Raises BenchError if a request fails: a ratio of partial work would mean nothing.
     """
-    show("loading the bare loop")
     about = await bare.ask("about")
     texts = [prompt for prompt in workload.prompts if isinstance(prompt, str)]
     serial = iter(range(requests * turns + batch))

@@ -74,7 +74,8 @@ class Bench:
     async def baseline(self, batch: int) -> Comparison:
         wanted = self.options.num_requests or 2 * batch
         async with bare_process(self.flags) as bare:
-            await bare.ask("about")  # loaded, and idle from here on
+            self.progress.show("loading the bare loop", milestone=True)
+            await bare.ask("about")  # answered once it is loaded; it is idle from here on
             async with self.target() as client:
                 workload = await self.workload(client)
                 return await compare_with_bare(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 DESCRIPTION = """\
 Put load on an OpenAI-compatible server and measure how fast its tokens come.
@@ -24,20 +23,20 @@ what follows -- goes to `sluice serve`:
 API_KEY_VARIABLE = "SLUICE_BENCH_API_KEY"
 
 
-def _positive(kind: type[int] | type[float]) -> Any:
+def _number(kind: type[int] | type[float], positive: bool = True) -> Callable[[str], int | float]:
     def parse(text: str) -> int | float:
         value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} must be above 0")
+        if not (value > 0 if positive else value >= 0) or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} must be {'above' if positive else 'at least'} 0")
         return value
 
     parse.__name__ = "whole number" if kind is int else "number"
     return parse
 
 
-def _listed(kind: type[int] | type[float]) -> Any:
+def _listed(kind: type[int] | type[float]) -> Callable[[str], list[int | float]]:
     def parse(text: str) -> list[int | float]:
-        return [_positive(kind)(part) for part in text.split(",")]
+        return [_number(kind)(part) for part in text.split(",")]
 
     parse.__name__ = "list of " + ("whole numbers" if kind is int else "numbers")
     return parse
@@ -60,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     )
     target.add_argument("--chat", action="store_true", help="use /v1/chat/completions instead of /v1/completions")
     target.add_argument(
-        "--timeout", type=_positive(float), default=600.0, metavar="S", help="seconds a request may take (default: 600)"
+        "--timeout", type=_number(float), default=600.0, metavar="S", help="seconds a request may take (default: 600)"
     )
     load = top.add_argument_group("load")
     kind = load.add_mutually_exclusive_group()
@@ -78,13 +77,17 @@ def parser() -> argparse.ArgumentParser:
     )
     load.add_argument(
         "--num-requests",
-        type=_positive(int),
+        type=_number(int),
         metavar="N",
         help="of each load (default: 3 a client, at least 8; 64 with --rate)",
     )
-    load.add_argument("--duration", type=_positive(float), metavar="S", help="stop sending after so many seconds")
+    load.add_argument("--duration", type=_number(float), metavar="S", help="stop sending after so many seconds")
     load.add_argument(
-        "--warmup", type=int, default=2, metavar="N", help="requests before, which do not count (default: 2)"
+        "--warmup",
+        type=_number(int, positive=False),
+        default=2,
+        metavar="N",
+        help="requests before, which do not count (default: 2)",
     )
     work = top.add_argument_group("prompts and answers")
     work.add_argument(
@@ -92,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     )
     work.add_argument(
         "--shared-prefix",
-        type=_positive(int),
+        type=_number(int),
         metavar="TOKENS",
         help="the same text of so many tokens before each prompt",
     )
@@ -100,16 +103,24 @@ def parser() -> argparse.ArgumentParser:
         "--verbatim", action="store_true", help="no tag of its own before each prompt: repeated ones may be cached"
     )
     work.add_argument(
-        "--output-tokens", type=_positive(int), default=64, metavar="N", help="of each answer (default: 64)"
+        "--output-tokens", type=_number(int), default=64, metavar="N", help="of each answer (default: 64)"
     )
-    work.add_argument("--temperature", type=float, default=0.0, metavar="T", help="(default: 0, greedy)")
-    work.add_argument("--seed", type=int, default=0, help="of the prompts' order and the arrivals (default: 0)")
+    work.add_argument(
+        "--temperature", type=_number(float, positive=False), default=0.0, metavar="T", help="(default: 0, greedy)"
+    )
+    work.add_argument(
+        "--seed",
+        type=_number(int, positive=False),
+        default=0,
+        metavar="N",
+        help="of the prompts' order and the arrivals (default: 0)",
+    )
     more = top.add_argument_group("comparisons, with a server of our own")
     which = more.add_mutually_exclusive_group()
     which.add_argument(
         "--baseline",
         nargs="?",
-        type=_positive(int),
+        type=_number(int),
         const=32,
         metavar="N",
         help="the server beside a bare loop of the model's forward passes over a static batch of N (default: 32)",
@@ -118,9 +129,9 @@ def parser() -> argparse.ArgumentParser:
         "--compare-prefix-cache", action="store_true", help="the prefix cache on and off (--shared-prefix default: 512)"
     )
     more.add_argument(
-        "--input-tokens", type=_positive(int), default=128, metavar="N", help="of --baseline's prompts (default: 128)"
+        "--input-tokens", type=_number(int), metavar="N", help="of each prompt of --baseline (default: 128)"
     )
-    more.add_argument("--turns", type=_positive(int), default=3, metavar="N", help="of each side (default: 3)")
+    more.add_argument("--turns", type=_number(int), metavar="N", help="of each side (default: 3)")
     top.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return top
 
@@ -137,11 +148,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         top.error("--baseline and --compare-prefix-cache need a server of our own: leave out --url")
     if any(flag.partition("=")[0] in ("--port", "--host") for flag in flags):
         top.error("the benchmark chooses --host and --port of its own server: leave them out")
-    fixed = ("concurrency", "rate", "duration", "shared_prefix", "chat")
+    fixed = ("concurrency", "rate", "duration", "shared_prefix", "chat", "verbatim", "temperature")
     if options.baseline and (given := [name for name in fixed if getattr(options, name)]):
         top.error("--baseline fixes the load, so leave out --" + ", --".join(given).replace("_", "-"))
-    if options.warmup < 0:
-        top.error("--warmup must be at least 0")
+    if options.input_tokens and not options.baseline:
+        top.error("--input-tokens is for --baseline; other prompts are as long as they are")
+    if options.turns and not (options.baseline or options.compare_prefix_cache):
+        top.error("--turns is for --baseline and --compare-prefix-cache")
+    options.turns = options.turns or 3
+    options.input_tokens = options.input_tokens or 128
     if options.compare_prefix_cache and options.shared_prefix is None:
         options.shared_prefix = 512
     if options.model and not options.url:

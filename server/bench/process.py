@@ -20,6 +20,7 @@ SERVE = (sys.executable, "-m", "server", "serve")
 READY_TIMEOUT = 1800.0  # a first start may have to download and convert a model
 POLL_SECONDS = 0.2
 END_SECONDS = 15.0
+NOTICE_SECONDS = 0.3  # a connection breaks before its process is known to be dead
 TAIL_BYTES = 3000
 
 
@@ -44,17 +45,16 @@ async def own_server(flags: Sequence[str], show: Callable[[str], None]) -> Async
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
-        died = None
         try:
             await _until_ready(process, Client(url, timeout=10.0), log, show)
             try:
                 yield url
-            finally:
-                died = process.returncode
+            except BenchError:
+                await _check_alive(process, log)  # its death would be the better explanation
+                raise
+            await _check_alive(process, log)
         finally:
             await end(process)
-            if died is not None:
-                raise BenchError(f"the server died (exit status {died}):\n{_tail(log)}")
 
 
 async def end(process: asyncio.subprocess.Process) -> None:
@@ -89,6 +89,15 @@ async def _until_ready(
             show(f"the server is not ready yet: {error_message(response.body)}")
         await asyncio.sleep(POLL_SECONDS)
     raise BenchError(f"the server was not ready within {READY_TIMEOUT:.0f} s:\n{_tail(log)}")
+
+
+async def _check_alive(process: asyncio.subprocess.Process, log: IO[bytes]) -> None:
+    """Raise BenchError if the process is dead."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(NOTICE_SECONDS):
+            await process.wait()
+    if process.returncode is not None:
+        raise BenchError(f"the server died (exit status {process.returncode}):\n{_tail(log)}")
 
 
 def _free_port() -> int:

@@ -133,6 +133,8 @@ def _notes(level: Level) -> list[str]:
         notes.append(f"{level.cached_tokens / level.input_tokens:.0%} of the input came from the server's prefix cache")
     if level.uncounted:
         notes.append(f"{level.uncounted} answers without usage: their chunks are counted as tokens, their input not")
+    if level.client_cpu > 0.2:
+        notes.append(f"the benchmark itself used {level.client_cpu:.0%} of a core")
     if level.send_delay is not None and level.send_delay.p99 > 0.01:
         notes.append(f"sent up to {level.send_delay.p99 * 1000:.0f} ms late (p99): the client was held up")
     return notes

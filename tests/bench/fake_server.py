@@ -105,12 +105,17 @@ def note_pid(path: Path) -> None:
 
 
 async def main() -> None:
-    """Serve until terminated. `--die` ends at once as a server that cannot start; `--note FILE` writes our pid."""
+    """Serve until terminated.
+
+    `--die` ends at once as a server that cannot start, `--crash` at the first request for more than a token;
+    `--note FILE` writes our pid.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?")
     parser.add_argument("--host")
     parser.add_argument("--port", type=int)
     parser.add_argument("--die", action="store_true")
+    parser.add_argument("--crash", action="store_true")
     parser.add_argument("--note")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     options = parser.parse_args()
@@ -118,7 +123,14 @@ async def main() -> None:
         sys.exit("the model cannot be loaded")
     if options.note:
         note_pid(Path(options.note))
-    async with serving(well_behaved, options.host, options.port):
+
+    async def crashing(exchange: Exchange) -> None:
+        if exchange.body.get("max_tokens", 1) > 1:
+            print("out of memory", flush=True)
+            os._exit(3)
+        await well_behaved(exchange)
+
+    async with serving(crashing if options.crash else well_behaved, options.host, options.port):
         await asyncio.Event().wait()
 
 

@@ -64,6 +64,13 @@ def test_a_server_that_cannot_start_shows_why(capsys: pytest.CaptureFixture[str]
     assert "the model cannot be loaded" in capsys.readouterr().err
 
 
+def test_a_server_that_dies_under_load_shows_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--", "--crash"]) == 1
+    words = capsys.readouterr().err
+    assert "the server died (exit status 3)" in words
+    assert "out of memory" in words
+
+
 def test_failures_make_the_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", "http://127.0.0.1:9", "--model", "m"]) == 1
     assert "127.0.0.1:9" in capsys.readouterr().err
@@ -99,6 +106,11 @@ def test_a_terminated_benchmark_takes_its_server_along(tmp_path: Path) -> None:
         (["--rate", "inf"], "must be above 0"),
         (["--concurrency", "1,x"], "list of whole numbers"),
         (["--warmup", "-1"], "at least 0"),
+        (["--seed", "-1"], "at least 0"),
+        (["--temperature", "nan"], "at least 0"),
+        (["--baseline", "--temperature", "1", "--verbatim"], "leave out --verbatim, --temperature"),
+        (["--input-tokens", "9"], "--input-tokens is for --baseline"),
+        (["--turns", "9"], "--turns is for"),
         (["--", "--port=1"], "chooses --host and --port"),
         (["positional"], "unrecognized"),
     ],

@@ -63,6 +63,11 @@ def test_lateness_counts_from_the_intended_arrival() -> None:
     assert "sent up to 2000 ms late" in table([level])
 
 
+def test_a_client_that_takes_much_of_the_machine_is_named() -> None:
+    assert "the benchmark itself used 50% of a core" in table([summarize("1 client", Run(RUN.records, 5.0))])
+    assert "itself" not in table([summarize("1 client", RUN)])
+
+
 def test_nothing_good_still_makes_a_table() -> None:
     level = summarize("1 client", Run((failed(0, "cut"),), 0.0))
     assert level.ttft is None

@@ -36,6 +36,7 @@ class Bench:
         self.prompts = load_prompts(options.prompts)
         self.run_tag = secrets.token_hex(2)
         self.progress = ProgressLine()
+        self.refused: list[str] = []
 
     async def run(self) -> tuple[dict[str, Any], str, int]:
         """Measure: the numbers as JSON, as text, and the exit status."""
@@ -47,7 +48,10 @@ class Bench:
             return self.document("prefix_cache", prefixes.json()), prefixes.table(), 0
         levels = await self.levels()
         status = 1 if any(level.failures for level in levels) else 0
-        return self.document("levels", [level.json() for level in levels]), table(levels), status
+        text = table(levels)
+        if self.refused:
+            text += f"\nThe server refuses {', '.join(self.refused)}, so this was measured without."
+        return self.document("levels", [level.json() for level in levels]), text, status
 
     async def levels(self) -> list[Level]:
         async with self.target() as client:
@@ -113,8 +117,7 @@ class Bench:
             seed=options.seed,
             verbatim=options.verbatim,
         )
-        if missing := await probe(client, workload):
-            self.progress.show(f"the server refuses {', '.join(missing)}: measuring without", milestone=True)
+        self.refused = await probe(client, workload)
         if options.shared_prefix:
             self.progress.show("measuring out the shared prefix")
             text = "\n\n".join(self.prompts)
@@ -171,6 +174,7 @@ class Bench:
             "machine": {"system": platform.platform(), "cpus": os.cpu_count()},
             "options": options,
             "server_flags": self.flags,
+            "refused": self.refused,
             kind: result,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 
 
@@ -17,7 +18,8 @@ class ProgressLine:
             return
         self._last = text
         if self._terminal:
-            print(f"\r\x1b[2K{text}", end="", file=sys.stderr, flush=True)
+            shown = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be taken back
+            print(f"\r\x1b[2K{shown}", end="", file=sys.stderr, flush=True)
         elif milestone:
             print(text, file=sys.stderr, flush=True)
 

@@ -108,7 +108,7 @@ async def main() -> None:
     """Serve until terminated.
 
     `--die` ends at once as a server that cannot start, `--crash` at the first request for more than a token;
-    `--note FILE` writes our pid.
+    `--plain` takes OpenAI's own fields alone; `--note FILE` writes our pid.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("model", nargs="?")
@@ -116,6 +116,7 @@ async def main() -> None:
     parser.add_argument("--port", type=int)
     parser.add_argument("--die", action="store_true")
     parser.add_argument("--crash", action="store_true")
+    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--note")
     parser.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
     options = parser.parse_args()
@@ -130,7 +131,15 @@ async def main() -> None:
             os._exit(3)
         await well_behaved(exchange)
 
-    async with serving(crashing if options.crash else well_behaved, options.host, options.port):
+    async def plain(exchange: Exchange) -> None:
+        if "ignore_eos" in exchange.body:
+            exchange.respond(400, {"error": {"message": "unknown field ignore_eos"}})
+        else:
+            await well_behaved(exchange)
+
+    async with serving(
+        crashing if options.crash else plain if options.plain else well_behaved, options.host, options.port
+    ):
         await asyncio.Event().wait()
 
 

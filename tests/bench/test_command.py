@@ -49,6 +49,15 @@ def test_table_of_an_open_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["200", "requests/s", "4", "0"]
 
 
+def test_what_the_server_refuses_is_part_of_the_result(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*QUICK, "--concurrency", "1"]
+    assert main([*options, "--", "--plain"]) == 0
+    refused = ["ignore_eos", "stream_options.continuous_usage_stats"]
+    assert f"The server refuses {', '.join(refused)}" in capsys.readouterr().out
+    assert main([*options, "--json", "--", "--plain"]) == 0
+    assert json.loads(capsys.readouterr().out)["refused"] == refused
+
+
 def test_prefix_cache_comparison_runs_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     options = [*QUICK, "--concurrency", "1", "--turns", "2", "--shared-prefix", "100", "--json"]
     assert main(["--compare-prefix-cache", *options]) == 0

@@ -1,44 +1,69 @@
-"""Attention on a CPU with torch's flash kernel, reading runs of consecutive blocks in place.
+"""Attention on a CPU, reading the pool in place.
 
-The kernel returns the log-sum-exp of its scores beside its output, so a context that lies in several runs is attended
-run by run and merged exactly (the reduction of FlashAttention, arXiv:2205.14135, section 3.1). Query heads that share a
-KV head are the kernel's queries for that head, so keys and values are never repeated.
+Rows with one query, most of a busy server's, are computed together as sparse matrices: a row of queries times keys has
+entries only at the slots that the query sees, and those weights times the values are bags of embeddings. Torch has
+both products, parallel over rows and free to look anywhere in the pool, so the block tables need not be contiguous and
+a layer costs a handful of calls however many sequences there are. Their inner products are taken one by one, which
+stops paying when many query heads share a KV head.
 
-What a call costs beside its work is about 15 us, so rows in many short pieces are instead gathered, several rows at
-once, into scratch memory that is kept between steps: fresh memory of that size costs more than the copy.
+All else goes to torch's flash kernel, a call for each run of consecutive blocks. The kernel returns the log-sum-exp of
+its scores beside its output, so runs are merged exactly (the reduction of FlashAttention, arXiv:2205.14135, section
+3.1). Query heads that share a KV head are the kernel's queries for that head, so keys and values are never repeated.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from server.model.attention.metadata import Bucket, StepMetadata, make_buckets
+from server.model.attention.metadata import StepMetadata, make_buckets
 from server.model.attention.reference import hidden_keys
 from server.model.spec import LayerSpec
 from server.step import Int32Array, Int64Array
 
-# A row is read in place if its runs hold at least this many bytes of one layer's keys and values on average.
-IN_PLACE_BYTES = 192 * 1024
-# A bucket's keys, and its values, are gathered up to this size, which stays in the cache until they are read.
-BUCKET_BYTES = 4 * 1024 * 1024
-BUCKET_FILL = 0.75
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
+# Queries of a KV head from which the flash kernel's matrix products win over one inner product after another.
+DENSE_GROUP = 12
+# Rows are padded to the longest of those at least this share of its length.
+FILL = 0.8
 
 Run = tuple[int, int]  # first slot, number of slots
 Views = list[tuple[Tensor, Tensor]]  # for each layer: keys [1, kv_heads, length, dim], values
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _DecodePlan:
-    """Single-query rows: those read in place, with the views of their runs, and those gathered."""
+class _SparseRows:
+    """Single-query rows as the rows of sparse matrices, one for each row and head.
 
-    rows: list[list[Views]]
+    queries: [n], packed tokens of the rows, in the matrices' order.
+    scores: CSR [n * heads, kv_heads * slots]. columns, starts: its indices and row pointers.
+    weights: [nnz], the softmax of the scores' values.
+    parts: for rows padded to one width, views [rows, heads, width] of scores' values and of weights, and the padding
+        [rows, 1, width].
+    """
+
     queries: Tensor
-    buckets: list[tuple[Bucket, Tensor]]  # with the additive mask [n, 1, group, width]
+    scores: Tensor
+    columns: Tensor
+    starts: Tensor
+    weights: Tensor
+    parts: list[tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RunRows:
+    """Single-query rows as the views of their runs. queries: [n], their packed tokens."""
+
+    queries: Tensor
+    runs: list[list[Views]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,68 +97,53 @@ class CpuBackend:
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, spec: LayerSpec, step: StepMetadata
     ) -> Tensor:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
-        geometry = (spec.visibility, spec.num_heads, spec.num_kv_heads, spec.key_dim)
-        decodes = step.once(("cpu-decode", geometry), lambda: _plan_decodes(step, spec))
-        prompts = step.once(("cpu-prompt", geometry), lambda: _plan_prompts(step, spec))
-        if decodes.rows:
-            self._attend_in_place(query, sink, spec, decodes, out)
-        for bucket, mask in decodes.buckets:
-            self._attend_bucket(query, sink, spec, step, bucket, mask, out)
-        for row in prompts:
+        shape = (spec.visibility, spec.num_heads, spec.num_kv_heads)
+        if spec.num_heads < DENSE_GROUP * spec.num_kv_heads and query.dtype == torch.float32:
+            sparse = step.once(("cpu-sparse", shape), lambda: _plan_sparse(step, spec))
+            if sparse is not None:
+                self._attend_sparse(query, sink, spec, step, sparse, out)
+        else:
+            decodes = step.once(("cpu-runs", shape), lambda: _plan_runs(step, spec))
+            if decodes.runs:
+                self._attend_runs(query, sink, spec, decodes, out)
+        for row in step.once(("cpu-prompts", shape), lambda: _plan_prompts(step, spec)):
             self._attend_prompt(query, key, value, sink, spec, step, row, out)
         return out
 
-    def _attend_in_place(
-        self, query: Tensor, sink: Tensor | None, spec: LayerSpec, plan: _DecodePlan, out: Tensor
+    def _attend_sparse(
+        self, query: Tensor, sink: Tensor | None, spec: LayerSpec, step: StepMetadata, rows: _SparseRows, out: Tensor
     ) -> None:
-        everything = len(plan.rows) == query.shape[0]
-        chosen = query if everything else query.index_select(0, plan.queries)
-        grouped = chosen.unflatten(1, (spec.num_kv_heads, 1, -1)).transpose(1, 2).unbind(0)
-        outputs, lses = [], []
-        for q, runs in zip(grouped, plan.rows, strict=True):
-            if len(runs) == 1:
-                k, v = runs[0][spec.layer_idx]
-                output, lse = self._flash(q, k, v, 0.0, False, scale=spec.scale)
-            else:
-                output, lse = _merge(
-                    [self._flash(q, *run[spec.layer_idx], 0.0, False, scale=spec.scale) for run in runs]
-                )
-            outputs.append(output)
-            lses.append(lse)
-        mixed = torch.cat(outputs)
+        keys = step.pool.flat_keys(spec.layer_idx).flatten(0, 1)
+        values = step.pool.flat_values(spec.layer_idx).flatten(0, 1)
+        chosen = query.index_select(0, rows.queries).flatten(0, 1)
+        # With beta = 0 the old values still enter as 0 * value. They are this row's own: its score in another layer,
+        # or -inf where it is padded, which becomes NaN and is masked again.
+        torch.sparse.sampled_addmm(rows.scores, chosen, keys.t(), beta=0.0, alpha=spec.scale, out=rows.scores)
+        strengths = []
+        for scores, weights, padding in rows.parts:
+            scores.masked_fill_(padding, -math.inf)
+            torch.softmax(scores, -1, out=weights)
+            if sink is not None:
+                strengths.append(torch.sigmoid(scores.logsumexp(-1) - sink))
+        mixed = F.embedding_bag(
+            rows.columns, values, rows.starts, mode="sum", per_sample_weights=rows.weights, include_last_offset=True
+        ).view(-1, spec.num_heads, spec.value_dim)
         if sink is not None:
-            mixed = _apply_sink(mixed, torch.cat(lses), sink, spec)
-        if everything:
-            out.copy_(mixed.flatten(1, 2))
-        else:
-            out.index_copy_(0, plan.queries, mixed.flatten(1, 2))
+            mixed = mixed * torch.cat(strengths)[..., None]
+        out.index_copy_(0, rows.queries, mixed)
 
-    def _attend_bucket(
-        self,
-        query: Tensor,
-        sink: Tensor | None,
-        spec: LayerSpec,
-        step: StepMetadata,
-        bucket: Bucket,
-        mask: Tensor,
-        out: Tensor,
-    ) -> None:
-        k = self._gather("keys", step.pool.flat_keys(spec.layer_idx), bucket.slots)
-        v = self._gather("values", step.pool.flat_values(spec.layer_idx), bucket.slots)
-        q = query.index_select(0, bucket.queries).unflatten(1, (spec.num_kv_heads, -1))
-        rows = len(bucket.rows)
-        mixed, lse = self._flash(
-            q,
-            k.unflatten(1, (rows, -1)).transpose(0, 1),
-            v.unflatten(1, (rows, -1)).transpose(0, 1),
-            0.0,
-            False,
-            attn_mask=mask,
-            scale=spec.scale,
-        )
+    def _attend_runs(self, query: Tensor, sink: Tensor | None, spec: LayerSpec, rows: _RunRows, out: Tensor) -> None:
+        grouped = query.index_select(0, rows.queries).view(len(rows.runs), 1, spec.num_kv_heads, -1, spec.key_dim)
+        parts = []
+        for q, runs in zip(grouped.unbind(0), rows.runs, strict=True):
+            done = [self._flash(q, *run[spec.layer_idx], 0.0, False, scale=spec.scale) for run in runs]
+            parts.append(_merge(done) if len(done) > 1 else done[0])
+        mixed = torch.cat([output for output, _ in parts])
         if sink is not None:
-            mixed = _apply_sink(mixed, lse, sink, spec)
-        out.index_copy_(0, bucket.queries, mixed.flatten(1, 2))
+            lse = torch.cat([lse for _, lse in parts])
+            strength = torch.sigmoid(lse - sink.float().view(1, spec.num_kv_heads, -1))
+            mixed = mixed * strength[..., None].to(mixed.dtype)
+        out.index_copy_(0, rows.queries, mixed.flatten(1, 2))
 
     def _attend_prompt(
         self,
@@ -195,31 +205,35 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return (outputs * weights).sum(0).to(outputs.dtype), total
 
 
-def _apply_sink(mixed: Tensor, lse: Tensor, sink: Tensor, spec: LayerSpec) -> Tensor:
-    """Scale mixed [rows, kv_heads, group, dim] by the share of the softmax that the sinks leave to the keys."""
-    strength = torch.sigmoid(lse - sink.float().view(1, spec.num_kv_heads, -1))
-    return mixed * strength[..., None].to(mixed.dtype)
+def _plan_sparse(step: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
+    rows = np.flatnonzero(step.query_lens == 1)
+    if not len(rows):
+        return None
+    heads, num_slots = spec.num_heads, step.pool.num_blocks * step.block_size
+    index = torch.int32 if spec.num_kv_heads * num_slots < 2**31 else torch.int64
+    # Row h * num_slots + slot of the flattened keys is what KV head h stores in a slot.
+    offsets = torch.arange(spec.num_kv_heads, dtype=index).repeat_interleave(heads // spec.num_kv_heads) * num_slots
+    buckets = make_buckets(step, rows, spec.visibility, sys.maxsize, FILL)
+    columns = torch.cat([(b.slots.view(-1, 1, b.width).to(index) + offsets[:, None]).flatten() for b in buckets])
+    widths = torch.cat([torch.full((len(bucket.rows) * heads,), bucket.width, dtype=index) for bucket in buckets])
+    starts = F.pad(widths.cumsum(0, dtype=index), (1, 0))
+    values, weights = torch.zeros(len(columns)), torch.empty(len(columns))
+    sizes = [len(bucket.rows) * heads * bucket.width for bucket in buckets]
+    parts = [
+        (part.view(-1, heads, bucket.width), weight.view(-1, heads, bucket.width), bucket.padding[:, None])
+        for part, weight, bucket in zip(values.split(sizes), weights.split(sizes), buckets, strict=True)
+    ]
+    scores = torch.sparse_csr_tensor(
+        starts, columns, values, (len(rows) * heads, spec.num_kv_heads * num_slots), check_invariants=False
+    )
+    return _SparseRows(torch.cat([bucket.queries for bucket in buckets]), scores, columns, starts, weights, parts)
 
 
-def _plan_decodes(step: StepMetadata, spec: LayerSpec) -> _DecodePlan:
+def _plan_runs(step: StepMetadata, spec: LayerSpec) -> _RunRows:
     rows = np.flatnonzero(step.query_lens == 1)
     runs = _runs(step, rows, step.first_visible(rows, spec.visibility), step.host_context_lens[rows])
-    slot_bytes = spec.layout.elements_per_token * step.pool.flat_keys(spec.layer_idx).element_size()
-    in_place = np.array(
-        [sum(length for _, length in pieces) * slot_bytes >= len(pieces) * IN_PLACE_BYTES for pieces in runs],
-        dtype=bool,
-    )
-    views = [
-        [step.pool.runs(*run) for run in pieces] for pieces, keep in zip(runs, in_place.tolist(), strict=True) if keep
-    ]
-    max_slots = 2 * BUCKET_BYTES // slot_bytes
-    dtype = step.pool.flat_keys(spec.layer_idx).dtype
-    buckets = []
-    for bucket in make_buckets(step, rows[~in_place], spec.visibility, max_slots, BUCKET_FILL):
-        mask = torch.zeros(bucket.padding.shape, dtype=dtype).masked_fill_(bucket.padding, float("-inf"))
-        group = spec.num_heads // spec.num_kv_heads
-        buckets.append((bucket, mask[:, None, None].expand(-1, 1, group, -1)))
-    return _DecodePlan(views, torch.from_numpy(step.query_starts[rows[in_place]].astype(np.int64)), buckets)
+    queries = torch.from_numpy(step.query_starts[rows].astype(np.int64))
+    return _RunRows(queries, [[step.pool.runs(*run) for run in pieces] for pieces in runs])
 
 
 def _plan_prompts(step: StepMetadata, spec: LayerSpec) -> list[_PromptRow]:

@@ -115,6 +115,21 @@ class Driver:
             assert len(unmoved) <= stats.preemptions - preemptions, "a decoding request was left out of a step"
         return self.progress
 
+    def fail(self, *sequences: int, during: Callable[[], None] | None = None) -> list[Request]:
+        """One plan that cannot be computed because of `sequences`, which are taken modulo those in the plan."""
+        self.plan = plan = self.scheduler.plan()
+        assert plan is not None
+        self.steps += 1
+        if during is not None:
+            during()
+        failed = self.scheduler.fail({sequence % plan.num_sequences for sequence in sequences})
+        for request in failed:
+            assert self.records[request].finish_reason is None, "an ended request failed"
+            self.records[request].finish_reason = "error"
+        self._check_counts()
+        self.scheduler.check_integrity()
+        return failed
+
     def run(self, max_steps: int = 10_000) -> None:
         """Step until nothing is left to do."""
         while self.scheduler.has_work:
@@ -132,12 +147,12 @@ class Driver:
         self.scheduler.check_integrity()
 
     def check_outputs(self) -> None:
-        """Every request that was not aborted got what it gets alone; every aborted one a beginning of that."""
+        """Every request that came to its end got what it gets alone; every other one a beginning of that."""
         for request, record in self.records.items():
             prompt = request.token_ids[: request.num_prompt].tolist()
             outputs, finish_reason = outputs_alone(prompt, request.params, request.max_tokens)
             scores = [] if request.prompt_logprobs is None else scores_alone(prompt)
-            if record.finish_reason in (None, "abort"):
+            if record.finish_reason in (None, "abort", "error"):
                 outputs, scores = outputs[: len(record.outputs)], scores[: len(record.scores)]
                 finish_reason = str(record.finish_reason)
             assert record.outputs == outputs, request.request_id

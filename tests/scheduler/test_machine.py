@@ -105,6 +105,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
         self.driver.step(during=abort)
 
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), sequence=st.integers(0, MAX_SEQS - 1), aborts=st.booleans())
+    def fail(self, data: st.DataObject, sequence: int, aborts: bool) -> None:
+        request = data.draw(st.sampled_from(self.open))
+        self.driver.fail(sequence, during=(lambda: self.driver.abort(request)) if aborts else None)
+
     @precondition(lambda self: self.driver.scheduler.running and self.driver.config.admission == "optimistic")
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:

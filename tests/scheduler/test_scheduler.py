@@ -446,6 +446,45 @@ class TestAbort:
         driver.check_outputs()
 
 
+class TestFail:
+    def test_a_sequence_that_cannot_be_computed_ends_alone(self) -> None:
+        driver = Driver(config())
+        requests = [driver.add(prompt(9, seed), 9) for seed in range(4)]
+        for _ in range(3):
+            driver.step()
+        computed = [request.num_computed for request in requests]
+        assert driver.fail(1) == [requests[1]]
+        assert requests[1].status is Status.FINISHED
+        assert requests[1].blocks == []
+        assert [request.num_computed for request in requests if request is not requests[1]] == [
+            computed[0],
+            *computed[2:],
+        ]
+        driver.run()
+        assert driver.finished == [requests[0], *requests[2:]]
+        driver.check_outputs()
+        driver.check_idle()
+
+    def test_one_that_was_aborted_meanwhile_has_ended_already(self) -> None:
+        driver = Driver(config())
+        first, second = driver.add(prompt(9, 1), 9), driver.add(prompt(9, 2), 9)
+        driver.step()
+        assert driver.fail(0, during=lambda: driver.abort(first)) == []
+        assert first.blocks == []
+        driver.run()
+        assert driver.finished == [second]
+        driver.check_outputs()
+        driver.check_idle()
+
+    def test_all_at_once(self) -> None:
+        driver = Driver(config(max_num_batched_tokens=12))
+        requests = [driver.add(prompt(30, seed), 9) for seed in range(2)]
+        assert driver.fail(0, 1) == requests[:1], "the budget had room for the first alone"
+        assert driver.fail(0) == requests[1:]
+        driver.check_idle()
+        assert driver.scheduler.stats().blocks_cached == 0, "what was not computed is not shared"
+
+
 class TestEnds:
     def test_no_output_is_asked_for(self) -> None:
         driver = Driver(config(max_num_batched_tokens=12))

@@ -24,7 +24,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_DROP = object()
+DROP = object()  # takes an option out of the common ones
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -33,7 +33,7 @@ _MLA: dict[str, Any] = {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
-    "head_dim": _DROP,
+    "head_dim": DROP,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -51,11 +51,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 6},
     "gemma2": {"sliding_window": 6, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING},
-    "phi3": {"head_dim": _DROP, "sliding_window": 7, "original_max_position_embeddings": 256},
+    "phi3": {"head_dim": DROP, "sliding_window": 7, "original_max_position_embeddings": 256},
     "mixtral": {"num_local_experts": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gpt_oss": {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "gpt_neox": {"head_dim": _DROP, "num_key_value_heads": _DROP},
+    "gpt_neox": {"head_dim": DROP, "num_key_value_heads": DROP},
     "gpt2": {
         "n_embd": 64,
         "n_layer": 2,
@@ -71,20 +71,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
                 "intermediate_size",
                 "max_position_embeddings",
             ),
-            _DROP,
+            DROP,
         ),
     },
     "opt": {
         "ffn_dim": 96,
         "word_embed_proj_dim": 64,
-        "head_dim": _DROP,
-        "num_key_value_heads": _DROP,
-        "intermediate_size": _DROP,
+        "head_dim": DROP,
+        "num_key_value_heads": DROP,
+        "intermediate_size": DROP,
     },
-    "granite": {"head_dim": _DROP, "logits_scaling": 3.0, "attention_multiplier": 0.2},
-    "olmo2": {"head_dim": _DROP},
+    "granite": {"head_dim": DROP, "logits_scaling": 3.0, "attention_multiplier": 0.2},
+    "olmo2": {"head_dim": DROP},
     "cohere2": {"sliding_window": 6, "logit_scale": 0.5, "layer_types": _ALTERNATING},
-    "starcoder2": {"head_dim": _DROP, "sliding_window": 6},
+    "starcoder2": {"head_dim": DROP, "sliding_window": 6},
     "glm4": {"partial_rotary_factor": 0.5},
     "smollm3": {},
     "deepseek_v2": _MLA,
@@ -103,7 +103,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 def tiny_config(architecture: str, **changes: Any) -> PreTrainedConfig:
     """A configuration of a few ten thousand weights; `changes` override what this file chooses."""
     options = {**_COMMON, **ARCHITECTURES.get(architecture, {}), **changes}
-    return CONFIG_MAPPING[architecture](**{name: value for name, value in options.items() if value is not _DROP})
+    return CONFIG_MAPPING[architecture](**{name: value for name, value in options.items() if value is not DROP})
 
 
 def tiny_model(architecture: str, seed: int = 1, **changes: Any) -> PreTrainedModel:

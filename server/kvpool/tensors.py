@@ -75,7 +75,8 @@ class KVTensors:
             stack.fill_(value)
 
     def _blocked(self, flat: Tensor) -> Tensor:
-        return flat.unflatten(1, (self.num_blocks, self.block_size)).permute(1, 2, 0, 3)
+        heads, _, dim = flat.shape
+        return flat.view(heads, self.num_blocks, self.block_size, dim).permute(1, 2, 0, 3)
 
 
 class _Stacks:

@@ -84,7 +84,8 @@ def probe(model: PreTrainedModel) -> tuple[ProbedLayer, ...]:
 
 def probe_tokens(config: PreTrainedConfig, count: int) -> Tensor:
     """[count] token ids, spread over the vocabulary and away from the special ids at its start."""
-    return 3 + torch.arange(count) * 7919 % max(1, config.vocab_size - 3)
+    usable: int = config.vocab_size - 3
+    return 3 + torch.arange(count) * 7919 % usable
 
 
 def check_numbers(

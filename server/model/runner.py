@@ -92,7 +92,7 @@ class ModelRunner:
             NonFiniteLogits: from the sampler; the pool holds the step's keys and values all the same.
         """
         clock = _Clock(self.device)
-        logits = self._forward(plan)
+        logits = self.compute_logits(plan)
         clock.lap()
         num_samples = len(plan.params)
         token_ids, logprobs = self._sampler.sample(logits[:num_samples], plan)
@@ -124,13 +124,15 @@ class ModelRunner:
         config = self.model.config
         head = self.model.get_output_embeddings()
         linears = [module for module in self.model.modules() if isinstance(module, nn.Linear) and module is not head]
-        widest: int = max([config.hidden_size, *(linear.out_features for linear in linears)])
-        widest *= getattr(config, "num_experts_per_tok", None) or 1
-        logits = 3 * logit_rows * config.vocab_size * 4
-        return logits + max_tokens * 3 * (2 * widest + config.hidden_size) * self._dtype.itemsize
+        hidden: int = config.hidden_size
+        widest = max([hidden, *(linear.out_features for linear in linears)])
+        active: int = getattr(config, "num_experts_per_tok", None) or 1
+        logits: int = 3 * logit_rows * config.vocab_size * 4
+        return logits + max_tokens * 3 * (2 * active * widest + hidden) * self._dtype.itemsize
 
-    def _forward(self, plan: StepPlan) -> Tensor:
-        """Logits [S + P, V] at the plan's `logit_indices`."""
+    @torch.inference_mode()
+    def compute_logits(self, plan: StepPlan) -> Tensor:
+        """The step without its sampling: logits [S + P, V] at the plan's `logit_indices`."""
         parts = (plan.input_ids, plan.positions, plan.slots, plan.logit_indices, plan.context_lens, plan.block_tables)
         host = torch.from_numpy(np.concatenate([part.ravel() for part in parts], dtype=np.int64))
         if self.device.type == "cuda":
@@ -166,7 +168,6 @@ class ModelRunner:
         self.model.set_attn_implementation(IMPLEMENTATION)
         return logits[0]
 
-    @torch.inference_mode()
     def _chunked_logits(self, ids: Tensor, neighbour: int | None) -> Tensor:
         """Logits [n, V] of the tokens `ids`, computed chunk by chunk in a small pool full of NaN, after one token at
         position `neighbour` of another sequence in each pack."""
@@ -179,7 +180,7 @@ class ModelRunner:
             chunk = (ids[start : start + size].tolist(), start, table)
             others = [] if neighbour is None else [([int(ids[0])], 0, [1])]
             plan = pack([*others, chunk], self.block_size, first_position=neighbour)
-            logits.append(self._forward(plan)[len(others) :])
+            logits.append(self.compute_logits(plan)[len(others) :])
             start += size
         return torch.cat(logits)
 

@@ -54,22 +54,21 @@ def pack(chunks: Sequence[Chunk], block_size: int, *, first_position: int | None
 def worst_step(max_tokens: int, max_seqs: int, logit_rows: int, max_model_len: int, block_size: int) -> StepPlan:
     """The step that takes the most memory within these limits. All its keys and values go to the trash block.
 
-    Every sequence but the last few decodes; the others compute prompt up to the longest context. All samples use all
-    that the sampler offers, and logits beyond one for each sequence are scored.
+    As few sequences as possible, the last ones, compute prompt up to the longest context; the others decode. All
+    samples use all that the sampler offers, and logits beyond one for each sequence are scored.
     """
-    prompts: list[int] = []
-    remaining = max_tokens - (max_seqs - 1)
-    while remaining > 0:
-        prompts.append(min(remaining, max_model_len))
-        remaining -= prompts[-1]
-    decodes = max_seqs - len(prompts)
+    tokens = min(max_tokens, max_seqs * max_model_len)
+    num_prompts = min(max_seqs, -(-max(0, tokens - max_seqs) // max(1, max_model_len - 1)))
+    decodes = max_seqs - num_prompts
+    left = tokens - decodes
+    prompts = [min(max_model_len, left - index * max_model_len) for index in range(num_prompts)]
     lengths = np.array([1] * decodes + prompts, dtype=np.int64)
     # Backends bound what many long contexts take together; one long context they do not.
     contexts = np.array([min(max_model_len, 1024)] * decodes + [max_model_len] * len(prompts), dtype=np.int64)
     starts = np.concatenate(([0], np.cumsum(lengths)))
     positions = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, lengths, strict=True)])
     num_samples = min(max_seqs, logit_rows)
-    num_scores = min(logit_rows - num_samples, max_tokens)
+    num_scores = min(logit_rows - num_samples, tokens)
     everything = SamplingParams(top_p=0.9, min_p=0.01, presence_penalty=0.1, repetition_penalty=1.1, logprobs=20)
     history = History(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
     return StepPlan(

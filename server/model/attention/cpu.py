@@ -28,8 +28,6 @@ from server.model.attention.reference import hidden_keys
 from server.model.spec import LayerSpec
 from server.step import Int32Array, Int64Array
 
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-
 # Queries of a KV head from which the flash kernel's matrix products win over one inner product after another.
 DENSE_GROUP = 12
 # Rows are padded to the longest of those at least this share of its length.
@@ -89,6 +87,9 @@ class CpuBackend:
     def __init__(self) -> None:
         self._flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            torch.eye(1).to_sparse_csr()  # torch says so once in a process, from here on not to an operator
 
     def supports(self, spec: LayerSpec, device: torch.device) -> bool:
         return device.type == "cpu" and spec.softcap is None and spec.key_dim == spec.value_dim
@@ -210,6 +211,9 @@ def _plan_sparse(step: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
     if not len(rows):
         return None
     heads, num_slots = spec.num_heads, step.pool.num_blocks * step.block_size
+    if step.host_context_lens[rows].max() > num_slots:
+        # torch would take so many entries in a row for an error of its own and write past its arrays.
+        raise ValueError("a sequence has more tokens than the pool has slots")
     index = torch.int32 if spec.num_kv_heads * num_slots < 2**31 else torch.int64
     # Row h * num_slots + slot of the flattened keys is what KV head h stores in a slot.
     offsets = torch.arange(spec.num_kv_heads, dtype=index).repeat_interleave(heads // spec.num_kv_heads) * num_slots

@@ -3,8 +3,7 @@
 A block is in exactly one state, and `free + cached + used == capacity` always:
 
     free    holds nothing anyone wants
-    cached  held by no sequence, but its contents are published; reclaimed least recently used first, or
-            earlier, from the older half, where that keeps a growing sequence in one run
+    cached  held by no sequence, but its contents are published; reclaimed least recently used first
     used    held by one or more sequences (its reference count)
 
 Block 0 is the trash block: padding is written there, nobody owns it, it is not part of the capacity.
@@ -36,8 +35,7 @@ class BlockPool:
         self.num_evictions = 0
         self._references = [0] * (capacity + 1)
         self._published: set[int] = set()
-        self._cached: OrderedDict[int, int] = OrderedDict()  # block -> when it was last used, least recently first
-        self._clock = 0
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._free = FreeRuns(TRASH_BLOCK + 1, capacity)
 
     @property
@@ -72,10 +70,12 @@ class BlockPool:
         """
         if count > self.num_available:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_available} of {self.capacity} available")
-        if after is not None:
-            self._reclaim_neighbours(after + 1, count)
         while len(self._free) < count:
-            self._evict(next(iter(self._cached)))
+            block, _ = self._cached.popitem(last=False)
+            self._published.discard(block)
+            self.num_evictions += 1
+            self.on_evict(block)
+            self._free.add(block)
         blocks = self._free.take(count, after)
         for block in blocks:
             self._references[block] = 1
@@ -99,33 +99,9 @@ class BlockPool:
             self._references[block] -= 1
             if self._references[block] == 0:
                 if block in self._published:
-                    self._clock += 1
-                    self._cached[block] = self._clock
+                    self._cached[block] = None
                 else:
                     self._free.add(block)
-
-    def _reclaim_neighbours(self, first: int, count: int) -> None:
-        """Evict the cached blocks among `first` and the `count - 1` ids behind it, up to one that is to stay.
-
-        Once a pool has filled up, nearly every block is cached, and taking strictly the oldest would scatter each
-        sequence over the pool. So a block of the older half is given up early when that keeps a sequence in one run;
-        one of the younger half, where hot prefixes are, never is.
-        """
-        young = self._clock - len(self._cached) // 2
-        for block in range(first, min(first + count, self.capacity + 1)):
-            if block in self._cached:
-                if self._cached[block] > young:
-                    return
-                self._evict(block)
-            elif self._references[block]:
-                return
-
-    def _evict(self, block: int) -> None:
-        del self._cached[block]
-        self._published.discard(block)
-        self.num_evictions += 1
-        self.on_evict(block)
-        self._free.add(block)
 
     def publish(self, block: int) -> None:
         """Keep the block's contents when its last holder leaves. Only a used block can be published."""

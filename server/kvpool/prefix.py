@@ -9,6 +9,7 @@ costs a miss and never serves another prompt's cache.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -54,18 +55,25 @@ class PrefixCache:
             parent = keys[index - 1] if index else self._hash(salt.encode())
             keys.append(self._hash(parent + tokens[index * size : (index + 1) * size].tobytes()))
 
-    def match(self, keys: list[bytes], tokens: Int64Array, salt: str) -> list[PrefixNode]:
+    def match(
+        self, keys: list[bytes], tokens: Int64Array, salt: str, known: Sequence[PrefixNode] = ()
+    ) -> list[PrefixNode]:
         """The longest published chain that `tokens` start with, without taking references.
 
         Never covers the whole of `tokens`: the last one must be computed, for the logits that follow it.
+        known: an earlier answer for the same tokens, whose nodes need not be compared again.
         """
         size = self.block_size
         chain: list[PrefixNode] = []
         parent: PrefixNode | None = None
         for index in range((len(tokens) - 1) // size):
             node = self._nodes.get(keys[index])
-            if node is None or not self._is(node, parent, salt, tokens[index * size : (index + 1) * size].tobytes()):
+            if node is None:
                 break
+            if index >= len(known) or known[index] is not node:
+                content = tokens[index * size : (index + 1) * size].tobytes()
+                if not self._is(node, parent, salt, content):
+                    break
             chain.append(node)
             parent = node
         return chain

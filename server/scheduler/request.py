@@ -32,9 +32,9 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "block_ids", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached", "num_computed",
-        "num_lost", "num_preemptions", "num_prompt", "num_published", "num_scored", "num_tokens", "params", "priority",
-        "prompt_logprobs", "request_id", "salt", "status", "token_ids",
+        "arrival", "block_ids", "chain", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached",
+        "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_published", "num_scored",
+        "num_tokens", "params", "priority", "prompt_logprobs", "request_id", "salt", "status", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,8 @@ class Request:
         prompt_logprobs: int | None = None,
         leader: Request | None = None,
     ) -> None:
+        if not len(prompt_ids):
+            raise ValueError("a prompt needs at least one token")
         self.request_id = request_id
         self.params = params
         self.max_tokens = max_tokens
@@ -68,6 +70,7 @@ class Request:
         self.num_blocks = 0
         self.block_ids: Int32Array = np.zeros(0, dtype=np.int32)  # the first num_blocks are valid
         self.keys: list[bytes] = []  # prefix-cache keys of the full blocks of token_ids, as far as needed
+        self.chain: list[PrefixNode] = []  # what the prefix cache had of it when it was last looked up
         self.node: PrefixNode | None = None  # the last published block of this sequence's chain
         self.num_published = 0  # full blocks offered to the prefix cache
         self.num_scored = 0  # prompt positions whose log-probability has been reported

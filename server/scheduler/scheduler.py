@@ -56,6 +56,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs + self.block_size:
             raise ValueError("max_num_batched_tokens must be at least max_num_seqs + block_size")
+        if self.max_scored_tokens < 1:
+            raise ValueError("max_scored_tokens must be at least 1, or a scored prompt would never advance")
 
 
 class NeverFits(Exception):
@@ -197,6 +199,8 @@ class Scheduler:
             self._admit(scheduled, budget, score_budget)
         if not scheduled:
             return None
+        # The cache may hold all but the last token of a request that was preempted: it then decodes at once.
+        scheduled.sort(key=lambda chosen: chosen[0].is_prefilling)
         self._in_flight = scheduled
         self._steps += 1
         return build_plan(self._steps, scheduled, self.config.block_size)
@@ -369,7 +373,8 @@ class Scheduler:
             return []
         tokens = request.token_ids[: request.num_tokens]
         self.prefix_cache.extend_keys(request.keys, tokens, request.salt)
-        return self.prefix_cache.match(request.keys, tokens, request.salt)
+        request.chain = self.prefix_cache.match(request.keys, tokens, request.salt, request.chain)
+        return request.chain
 
     def _outstanding_blocks(self) -> int:
         """Blocks the running requests may still ask for."""

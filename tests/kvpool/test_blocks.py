@@ -31,18 +31,14 @@ class PoolMachine(RuleBasedStateMachine):
     def free(self) -> set[int]:
         return set(range(1, self.capacity + 1)) - self.used - set(self.cached)
 
-    def took(self, got: list[int], *, neighbours: set[int]) -> None:
-        """Check an allocation and the evictions it made; `neighbours` may have been evicted out of turn."""
+    def took(self, got: list[int]) -> None:
+        """Check an allocation and the evictions it made."""
         assert len(set(got)) == len(got)
         evicted, self.evicted[:] = list(self.evicted), []
         assert set(got) <= self.free | set(evicted), "a block that somebody holds, or a cached one, was handed out"
-        half = self.cached[: len(self.cached) - len(self.cached) // 2]
-        early = [block for block in evicted if block in neighbours]
-        assert set(early) <= set(half) | set(self.cached[: len(evicted)]), "a hot neighbour was evicted"
-        in_turn = [block for block in evicted if block not in early]
-        assert in_turn == [block for block in self.cached if block not in early][: len(in_turn)], "not the oldest first"
-        assert len(evicted) <= len(got), "more was evicted than was needed"
-        self.cached = [block for block in self.cached if block not in evicted]
+        assert evicted == self.cached[: len(evicted)], "not the oldest first"
+        assert len(evicted) == max(0, len(got) - len(self.free)), "more was evicted than was needed"
+        self.cached = self.cached[len(evicted) :]
         self.published.difference_update(evicted)
         self.evictions += len(evicted)
 
@@ -51,7 +47,7 @@ class PoolMachine(RuleBasedStateMachine):
         count = data.draw(st.integers(0, len(self.free) + len(self.cached)))
         got = self.pool.allocate(count)
         assert len(got) == count
-        self.took(got, neighbours=set())
+        self.took(got)
         self.sequences.append(got)
 
     @precondition(lambda self: any(self.sequences) and self.free | set(self.cached))
@@ -64,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
         got = self.pool.allocate(count, after=last)
         assert len(got) == count
         assert not was_free or got[0] == last + 1, "the next block was free and not taken"
-        self.took(got, neighbours=set(range(last + 1, last + 1 + count)))
+        self.took(got)
         sequence += got
 
     @rule(extra=st.integers(1, 3))
@@ -139,27 +135,6 @@ def test_the_least_recently_released_is_evicted_first_and_a_tail_before_its_head
     pool.release(first)
     pool.allocate(6)
     assert evicted == [*reversed(second), *reversed(first)]
-
-
-def test_a_neighbour_is_reclaimed_early_only_from_the_older_half() -> None:
-    evicted: list[int] = []
-    pool = BlockPool(8, evicted.append)
-    growing = pool.allocate(2)
-    neighbours = pool.allocate(2, after=growing[-1])
-    others = pool.allocate(3)
-    for block in (*neighbours, *others):
-        pool.publish(block)
-
-    pool.release(others)
-    pool.release(neighbours)  # the youngest
-    elsewhere = pool.allocate(1, after=growing[-1])
-    assert evicted == []
-    assert elsewhere == [8], "there was a free block"
-
-    pool.acquire(others)
-    pool.release(others)  # now the neighbours are the oldest
-    assert pool.allocate(1, after=growing[-1]) == neighbours[:1]
-    assert evicted == neighbours[:1]
 
 
 def test_a_forgotten_reference_is_found() -> None:

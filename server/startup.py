@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from server.config import ServeSettings
 from server.generation import ModelCard
 from server.kvpool.layout import CacheLayout
-from server.metrics import Metrics, ModelReport, StartupPhase
+from server.metrics import Metrics
 from server.model.loader import LoadedModel, load_model
 from server.model.memory import MemoryDivision, available_memory, divide_memory, startup_report
 from server.model.runner import ModelRunner
+from server.reports import ModelReport, StartupPhase
 from server.scheduler.scheduler import Scheduler, SchedulerConfig
 from server.text.tokenizer import Tokenizer
 

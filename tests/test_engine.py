@@ -11,7 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from server.config import ServeSettings
-from server.engine import AsyncEngine, GenerationStream
+from server.delivery import GenerationStream
+from server.engine import AsyncEngine
 from server.generation import (
     EngineUnavailable,
     GenerationFailed,

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.generation import Phase
 from server.instruments import Distribution, WindowRate, log_buckets, power_buckets
-from server.metrics import FinishedReport, Metrics, ModelReport, PoolReport, StepReport
+from server.metrics import Metrics
+from server.reports import FinishedReport, ModelReport, PoolReport, StepReport
 
 STEP = StepReport(
     prefill_requests=1,

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from server.generation import EngineError, EngineUnavailable, Phase, QueueFull, RequestTooLong
 
 if TYPE_CHECKING:
-    from server.metrics import RejectReason
+    from server.reports import RejectReason
 
 _LONGEST_MESSAGE = 1200
 _TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}

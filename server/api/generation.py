@@ -20,7 +20,7 @@ from server.api.wire import UsageBody, usage_body
 from server.generation import EngineError, GenerationFailed, GenerationRequest, Output, Phase, Usage
 
 if TYPE_CHECKING:
-    from server.metrics import AbortCause
+    from server.reports import AbortCause
 
 
 _Item: TypeAlias = tuple[int, Output | Exception | None]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from server.generation import EngineStatus, GenerationRequest, ModelCard, Output
 
 if TYPE_CHECKING:
-    from server.metrics import AbortCause
+    from server.reports import AbortCause
     from server.text.tokenizer import Tokenizer
 
 

@@ -14,6 +14,7 @@ from server.kvpool.layout import CacheLayout
 from server.kvpool.tensors import KVTensors
 from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
+from server.model.attention.reference import MAX_SCORES
 from server.model.hook import IMPLEMENTATION, Layer, PagedAttention, attending
 from server.model.positions import pin_rope, take_over_temperature
 from server.model.probe import check_numbers, probe, probe_tokens
@@ -119,16 +120,22 @@ class ModelRunner:
         return peak
 
     def _estimate_step(self, max_tokens: int, logit_rows: int) -> int:
-        """Logits, their float32 form and the sampler's copy; and for each token the residual stream and the two
-        widest activations of a layer, thrice over for operands and results that are alive together."""
-        config = self.model.config
-        head = self.model.get_output_embeddings()
-        linears = [module for module in self.model.modules() if isinstance(module, nn.Linear) and module is not head]
+        """Logits, their float32 form and the sampler's copy; for each token the residual stream and the two widest
+        activations of a layer, thrice over for operands and results that are alive together; and the reference
+        backend's scores of a long prompt, where it has layers."""
+        config, model = self.model.config, self.model
+        tables = {
+            id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
+        }
+        matrices = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables]
         hidden: int = config.hidden_size
-        widest = max([hidden, *(linear.out_features for linear in linears)])
+        widest = max([hidden, *(max(matrix.shape[-2:]) for matrix in matrices)])
         active: int = getattr(config, "num_experts_per_tok", None) or 1
         logits: int = 3 * logit_rows * config.vocab_size * 4
-        return logits + max_tokens * 3 * (2 * active * widest + hidden) * self._dtype.itemsize
+        activations: int = 3 * max_tokens * (2 * active * widest + hidden) * self._dtype.itemsize
+        heads = [spec.num_heads for spec, name in zip(self.specs, self.backends, strict=True) if name == "reference"]
+        scores = min(MAX_SCORES, max([0, *heads]) * max_tokens * self.max_model_len)
+        return logits + activations + 3 * scores * 4
 
     @torch.inference_mode()
     def compute_logits(self, plan: StepPlan) -> Tensor:

@@ -32,6 +32,8 @@ from server.step import Int32Array, Int64Array
 DENSE_GROUP = 12
 # Rows are padded to the longest of those at least this share of its length.
 FILL = 0.8
+# Runs of an earlier context beyond which a prompt's keys are gathered first: each run costs an output of its own.
+MOST_RUNS = 4
 
 Run = tuple[int, int]  # first slot, number of slots
 Views = list[tuple[Tensor, Tensor]]  # for each layer: keys [1, kv_heads, length, dim], values
@@ -66,15 +68,15 @@ class _RunRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PromptRow:
-    """A row of several queries: packed tokens [begin, end), the last of them at cache index `context_len - 1`.
+    """A row of several queries, packed tokens [begin, end), and the keys they see.
 
-    earlier: the runs before this step's own tokens, if every query sees all of them; else `slots` and the additive
-    `mask` [n, len(slots)] of all keys that some query sees.
+    runs, slots: the keys before this step's own, as views of their runs or as slots to gather.
+    mask: additive, [n, len(slots)], if not every query sees all of them; `slots` then include the step's own.
     """
 
     begin: int
     end: int
-    earlier: list[Views]
+    runs: list[Views]
     slots: Tensor | None = None
     mask: Tensor | None = None
 
@@ -160,26 +162,20 @@ class CpuBackend:
         group = spec.num_heads // spec.num_kv_heads
         # KV heads take the batch's place: [kv_heads, group, n, dim]; keys and values have stride 0 over the group.
         q = query[row.begin : row.end].unflatten(1, (spec.num_kv_heads, -1)).permute(1, 2, 0, 3)
+        earlier = [run[spec.layer_idx] for run in row.runs]
         if row.slots is not None:
-            k = self._gather("keys", step.pool.flat_keys(spec.layer_idx), row.slots)[:, None]
-            v = self._gather("values", step.pool.flat_values(spec.layer_idx), row.slots)[:, None]
-            mixed, lse = self._flash(
-                q,
-                k.expand(-1, group, -1, -1),
-                v.expand(-1, group, -1, -1),
-                0.0,
-                False,
-                attn_mask=row.mask,
-                scale=spec.scale,
-            )
-        else:
+            k = self._gather("keys", step.pool.flat_keys(spec.layer_idx), row.slots)
+            v = self._gather("values", step.pool.flat_values(spec.layer_idx), row.slots)
+            earlier = [(k[None], v[None])]
+        parts = []
+        if row.mask is None:
             own_k = key[:, None, row.begin : row.end].expand(-1, group, -1, -1)
             own_v = value[:, None, row.begin : row.end].expand(-1, group, -1, -1)
-            parts = [self._flash(q, own_k, own_v, 0.0, True, scale=spec.scale)]
-            for run in row.earlier:
-                k, v = (tensor.transpose(0, 1).expand(-1, group, -1, -1) for tensor in run[spec.layer_idx])
-                parts.append(self._flash(q, k, v, 0.0, False, scale=spec.scale))
-            mixed, lse = _merge(parts) if len(parts) > 1 else parts[0]
+            parts.append(self._flash(q, own_k, own_v, 0.0, True, scale=spec.scale))
+        for k, v in earlier:
+            k, v = (tensor.transpose(0, 1).expand(-1, group, -1, -1) for tensor in (k, v))
+            parts.append(self._flash(q, k, v, 0.0, False, attn_mask=row.mask, scale=spec.scale))
+        mixed, lse = _merge(parts) if len(parts) > 1 else parts[0]
         if sink is not None:
             strength = torch.sigmoid(lse - sink.float().view(spec.num_kv_heads, group, 1))
             mixed = mixed * strength[..., None].to(mixed.dtype)
@@ -244,13 +240,15 @@ def _plan_prompts(step: StepMetadata, spec: LayerSpec) -> list[_PromptRow]:
     rows = np.flatnonzero(step.query_lens > 1)
     context_lens = step.host_context_lens[rows]
     earlier_lens = context_lens - step.query_lens[rows]
-    limited = np.array([spec.visibility.first(length - 1) > 0 for length in context_lens.tolist()], dtype=bool)
-    runs = _runs(step, rows, np.zeros_like(earlier_lens), np.where(limited, 0, earlier_lens))
     plans = []
-    for row, pieces, masked in zip(rows.tolist(), runs, limited.tolist(), strict=True):
+    for row, context_len, pieces in zip(
+        rows.tolist(), context_lens.tolist(), _runs(step, rows, np.zeros_like(rows), earlier_lens), strict=True
+    ):
         begin, end = int(step.query_starts[row]), int(step.query_starts[row + 1])
-        if masked:
+        if spec.visibility.first(context_len - 1) > 0:
             plans.append(_masked_prompt(step, spec, row, begin, end))
+        elif len(pieces) > MOST_RUNS:
+            plans.append(_PromptRow(begin, end, [], step.slots_of(row, 0, context_len - (end - begin))))
         else:
             plans.append(_PromptRow(begin, end, [step.pool.runs(*run) for run in pieces]))
     return plans

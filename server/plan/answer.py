@@ -1,0 +1,225 @@
+"""What a plan says, worked out from a model's shape and the size of its weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from server.checkpoint import Weights
+from server.kvpool.layout import AttentionKind
+from server.kvpool.shapes import LayerShape, ModelShape
+from server.kvpool.sizing import (
+    ELEMENT_BYTES,
+    paged,
+    reserve_maximum,
+    sequences_that_fit,
+    tokens_that_fit,
+    usable_blocks,
+)
+
+
+class PlanError(Exception):
+    """What was asked for does not fit together; the message names the flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that are alike. `bytes_per_token` is of one of them."""
+
+    layers: int
+    kind: str
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How many sequences of `tokens` tokens fit at once, and what one takes."""
+
+    tokens: int
+    bytes: int
+    sequences: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The model with its heads shared in this way; `own` marks how it really is."""
+
+    kind: str
+    kv_heads: int
+    own: bool
+    bytes_per_token: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """What an allocator takes for the given lengths, what of it is filled, and how many such sequences fit at once."""
+
+    allocator: str
+    allocated_bytes: int
+    used_bytes: int
+    waste_ratio: float
+    at_once: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that `sluice plan` says; `--json` prints it with these names. Sizes are bytes, lengths tokens."""
+
+    model: str
+    model_type: str
+    dtype: str
+    max_length: int | None
+    block_size: int
+    layers: tuple[LayerGroup, ...]
+    bytes_per_token: int
+    bytes_per_block: int
+    memory_bytes: int
+    weight_bytes: int
+    weight_parameters: int | None
+    weight_source: str
+    utilization: float
+    cache_bytes: int
+    blocks: int
+    tokens: int
+    fits: tuple[Fit, ...]
+    sharing: tuple[Sharing, ...]
+    lengths: tuple[int, ...]
+    waste: tuple[Waste, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked about a model. `max_length` None is the model's own."""
+
+    memory_bytes: int
+    block_size: int
+    utilization: float
+    max_length: int | None
+    seq_lens: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+def make_plan(name: str, shape: ModelShape, weights: Weights, dtype: str, ask: Question) -> Plan:
+    """Work out everything. Raises PlanError where a length does not fit the model."""
+    layout = shape.layout(ELEMENT_BYTES[dtype], ask.block_size)
+    max_length = ask.max_length or shape.max_length
+    if max_length is not None and (longest := max((*ask.seq_lens, *ask.lengths), default=0)) > max_length:
+        raise PlanError(f"{longest:,} tokens are more than the model's {max_length:,}: raise --max-model-len")
+    cache_bytes = int(max(0, ask.memory_bytes - weights.nbytes) * ask.utilization)
+    seq_lens = ask.seq_lens or tuple(
+        length for length in (1024, 4096, max_length or 16384) if length <= (max_length or length)
+    )
+    return Plan(
+        model=name,
+        model_type=shape.model_type,
+        dtype=dtype,
+        max_length=max_length,
+        block_size=ask.block_size,
+        layers=_groups(shape, ELEMENT_BYTES[dtype]),
+        bytes_per_token=layout.bytes_per_token,
+        bytes_per_block=layout.bytes_per_block,
+        memory_bytes=ask.memory_bytes,
+        weight_bytes=weights.nbytes,
+        weight_parameters=weights.parameters,
+        weight_source=weights.source,
+        utilization=ask.utilization,
+        cache_bytes=cache_bytes,
+        blocks=usable_blocks(layout, cache_bytes),
+        tokens=tokens_that_fit(layout, cache_bytes),
+        fits=tuple(
+            Fit(length, length * layout.bytes_per_token, sequences_that_fit(layout, cache_bytes, length))
+            for length in sorted(set(seq_lens))
+        ),
+        sharing=_sharing(shape, ELEMENT_BYTES[dtype], ask.block_size, cache_bytes),
+        lengths=ask.lengths,
+        waste=_waste(shape, dtype, ask, max_length, cache_bytes) if ask.lengths else (),
+        notes=_notes(shape, weights, ask, ELEMENT_BYTES[dtype]),
+    )
+
+
+def _groups(shape: ModelShape, element_bytes: int) -> tuple[LayerGroup, ...]:
+    return tuple(
+        LayerGroup(
+            layers=count,
+            kind=layer.layout.kind.value,
+            heads=layer.heads,
+            kv_heads=layer.layout.kv_heads,
+            key_dim=layer.layout.key_dim,
+            value_dim=layer.layout.value_dim,
+            window=layer.window,
+            bytes_per_token=layer.layout.elements_per_token * element_bytes,
+        )
+        for layer, count in Counter(shape.layers).items()
+    )
+
+
+def _sharing(shape: ModelShape, element_bytes: int, block_size: int, nbytes: int) -> tuple[Sharing, ...]:
+    """The model as it is among the other ways to share its heads, from most cache to least."""
+    first = shape.layers[0]
+    variants = [shape, shape.sharing(None), shape.sharing(1)]
+    group = max((size for size in range(2, 9) if first.heads % size == 0 and size < first.heads), default=None)
+    if group is not None and first.layout.kind is not AttentionKind.GQA and _is_uniform(shape):
+        variants.append(shape.sharing(group))
+    layouts = {variant.layers: variant.layout(element_bytes, block_size) for variant in variants}
+    rows = [
+        Sharing(
+            kind="/".join(sorted({layer.layout.kind.value for layer in layers})),
+            kv_heads=max(layer.layout.kv_heads for layer in layers),
+            own=layers == shape.layers,
+            bytes_per_token=layout.bytes_per_token,
+            tokens=tokens_that_fit(layout, nbytes),
+        )
+        for layers, layout in layouts.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes_per_token))
+
+
+def _is_uniform(shape: ModelShape) -> bool:
+    return len({layer.heads for layer in shape.layers}) == 1
+
+
+def _waste(shape: ModelShape, dtype: str, ask: Question, max_length: int | None, nbytes: int) -> tuple[Waste, ...]:
+    if max_length is None:
+        raise PlanError("the config does not say how long a sequence may be: give --max-model-len")
+    layout = shape.layout(ELEMENT_BYTES[dtype], ask.block_size)
+    allocators = {
+        f"reserve {max_length:,} tokens each": reserve_maximum(layout, ask.lengths, max_length, nbytes),
+        f"paged, blocks of {ask.block_size}": paged(layout, ask.lengths, nbytes),
+    }
+    return tuple(
+        Waste(name, taken.allocated_bytes, taken.used_bytes, taken.waste_ratio, taken.at_once)
+        for name, taken in allocators.items()
+    )
+
+
+def _notes(shape: ModelShape, weights: Weights, ask: Question, element_bytes: int) -> tuple[str, ...]:
+    notes = []
+    if weights.nbytes >= ask.memory_bytes:
+        notes.append("the weights alone do not fit the memory")
+    windowed = [layer for layer in shape.layers if layer.window is not None]
+    if windowed:
+        notes.append(
+            f"{len(windowed)} of {len(shape.layers)} layers look back {_span(windowed)} tokens only; "
+            "the pool keeps the whole context for them too"
+        )
+    if any(layer.layout.kind is AttentionKind.MLA for layer in shape.layers):
+        expanded = shape.sharing(None).layout(element_bytes, ask.block_size).bytes_per_token
+        notes.append(f"latent attention is served in its expanded form as yet, which takes {expanded:,} B a token")
+    if shape.uncached_layers:
+        notes.append(
+            f"{shape.uncached_layers} more layers keep no keys and values; their state is not counted, and "
+            "`sluice serve` refuses such models"
+        )
+    return tuple(notes)
+
+
+def _span(layers: Sequence[LayerShape]) -> str:
+    return " or ".join(f"{window:,}" for window in sorted({layer.window or 0 for layer in layers}))

@@ -1,0 +1,95 @@
+"""What the engine and the HTTP side report to the metrics, and the words they use for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+AbortCause: TypeAlias = Literal["disconnect", "api", "deadline", "shutdown"]
+DiscardReason: TypeAlias = Literal["preemption", "disconnect", "abort", "stop_overrun"]
+MemoryKind: TypeAlias = Literal["weights", "kv_cache", "activations_peak", "device_free"]
+RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "loading", "draining", "dead"]
+StartupPhase: TypeAlias = Literal["import", "load_weights", "profile", "warmup", "total"]
+
+FINISH_REASONS = ("stop", "length", "abort", "error")
+WAIT_REASONS = ("slots", "kv_blocks", "token_budget", "shared_prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One engine step, from planning to the last text. All times in seconds.
+
+    prefill_requests, prefill_tokens: sequences still computing their prompt (or recomputing after preemption), and the
+        tokens of theirs in this step; decode_requests, decode_tokens: the others.
+    duration_seconds: wall time of the whole step.
+    """
+
+    prefill_requests: int
+    prefill_tokens: int
+    decode_requests: int
+    decode_tokens: int
+    duration_seconds: float
+    schedule_seconds: float
+    forward_seconds: float
+    sample_seconds: float
+    detokenize_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """The scheduler and its pool as they are now. `used + cached + free` blocks are the capacity.
+
+    waiting: requests not in the running batch, by which of WAIT_REASONS they wait for; absent reasons are none.
+    used_blocks: referenced by a running request; cached_blocks: kept for their content only, evictable.
+    evicted_blocks, preemptions, queried_tokens, hit_tokens: totals since the start, None where there is nothing new;
+        prefix-cache look-ups and hits are counted in prompt tokens.
+    """
+
+    running: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    waiting: Mapping[str, int] = field(default_factory=dict)
+    evicted_blocks: int | None = None
+    preemptions: int | None = None
+    queried_tokens: int | None = None
+    hit_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedReport:
+    """One request that is over. Seconds are None for a phase it never reached; `finish_reason` is of FINISH_REASONS.
+
+    abort_cause: why, if `finish_reason` is "abort", else None.
+    queue_seconds: arrival to first admission; prefill_seconds: admission to first token; decode_seconds: first to last
+        token; total_seconds: arrival to the end.
+    """
+
+    endpoint: str
+    finish_reason: str
+    abort_cause: AbortCause | None
+    prompt_tokens: int
+    cached_tokens: int
+    generation_tokens: int
+    queue_seconds: float | None
+    prefill_seconds: float | None
+    decode_seconds: float | None
+    total_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """The model and its pool, once loaded.
+
+    model: what the weights came from; num_blocks: those that requests can hold, so without the trash block.
+    """
+
+    model: str
+    revision: str | None
+    dtype: str
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_cache_dtype: str
+    prefix_caching: bool

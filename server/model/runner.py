@@ -24,7 +24,7 @@ from server.model.trial import pack, worst_step
 from server.step import StepPlan, StepResult
 
 _CHECKED_TOKENS = 12
-_CHECKED_CHUNKS = (5, 4, 1, 1, 1)
+_CHECKED_CHUNKS = (6, 5, 1)
 
 
 class ModelRunner:

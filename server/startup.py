@@ -53,6 +53,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             settings.attention_backend,
             settings.block_size,
             max_model_len=loaded.max_model_len,
+            vocab_size=_vocab_size(loaded),
         ).result()
         step_bytes = device.submit(
             runner.measure_worst_step,
@@ -101,13 +102,19 @@ def _model_card(settings: ServeSettings, loaded: LoadedModel, pool_tokens: int) 
         root=loaded.root,
         revision=loaded.revision,
         dtype=str(loaded.dtype).removeprefix("torch."),
-        vocab_size=loaded.model.config.get_text_config(decoder=True).vocab_size,
+        vocab_size=_vocab_size(loaded),
         max_model_len=max_model_len,
         limited_by=limited_by,
         eos_token_ids=loaded.eos_token_ids,
         created=int(time.time()),
         default_sampling=loaded.default_sampling,
     )
+
+
+def _vocab_size(loaded: LoadedModel) -> int:
+    """Ids below this have an embedding and a text; heads are often padded beyond the tokenizer's last id."""
+    embedded: int = loaded.model.config.get_text_config(decoder=True).vocab_size
+    return min(embedded, loaded.tokenizer.vocab_size)
 
 
 def _announce(

@@ -35,6 +35,7 @@ from server.generation import (
     RequestTooLong,
 )
 from server.metrics import Metrics
+from server.model.errors import ModelLoadError
 from server.reports import AbortCause, FinishedReport, PoolReport, StepReport
 from server.scheduler.request import Request
 from server.scheduler.scheduler import Progress, Scheduler
@@ -191,6 +192,8 @@ class AsyncEngine:
         try:
             self._load()
             asyncio.run(self._run())
+        except ModelLoadError as error:
+            self._die(str(error))
         except Exception as error:
             logger.exception("the engine has failed")
             self._die(f"{type(error).__name__}: {error}")

@@ -275,9 +275,8 @@ def test_sigterm_lets_a_stream_finish(embedded_path: Path, tmp_path: Path) -> No
 
 
 def test_a_model_that_cannot_be_served_ends_the_process_with_one_sentence(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "server", "serve", str(tmp_path), "--port=0"], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-m", "server", "serve", str(tmp_path), "--port=0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
     assert f"cannot serve: {tmp_path}: has no config.json" in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr

@@ -2,8 +2,8 @@
 
 Two threads beside the caller's own loop:
 
-    sluice-engine   an asyncio loop: take in what callers sent, plan, hand the plan over, commit, make text, deliver
-    sluice-device   runs the planned step on the model's device, so that the loop stays free meanwhile
+    sluice-engine   an asyncio loop: take in what callers sent, plan, wait for the step, commit, make text, deliver
+    sluice-device   runs the planned steps: the only thread that touches the model's device
 
 The scheduler's state is touched by the engine's loop alone and has no locks. Callers and engine exchange batches: each
 step begins by emptying the inbox and ends with one call into the callers' loop that delivers all its outputs.
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_REPORT_SECONDS = 1.0
+_LIFE = (Phase.LOADING, Phase.READY, Phase.DRAINING, Phase.DEAD)
 MAX_RETRY_AFTER_SECONDS = 60
 
 
@@ -61,6 +62,7 @@ class AsyncEngine:
         self.model: ModelCard | None = None
         self.tokenizer: Tokenizer | None = None
         self._phase = Phase.LOADING
+        self._phase_lock = threading.Lock()
         self._detail = "starting"
         self._open: dict[str, GenerationStream] = {}
         self._max_open = 0
@@ -84,8 +86,8 @@ class AsyncEngine:
 
     @property
     def status(self) -> EngineStatus:
-        scheduler = self._started.scheduler if self._started is not None else None
-        running = len(scheduler.running) if scheduler is not None else 0
+        started = self._started if self._phase is not Phase.DEAD else None
+        running = len(started.scheduler.running) if started is not None else 0
         return EngineStatus(self._phase, self._detail, running, max(0, len(self._open) - running))
 
     async def start(self) -> None:
@@ -99,7 +101,7 @@ class AsyncEngine:
         Raises EngineUnavailable, QueueFull or RequestTooLong; after it has returned, failures come from the stream.
         """
         if self._phase is not Phase.READY:
-            raise EngineUnavailable(self._unavailable_message(), self._phase, retry_after=5)
+            raise EngineUnavailable(self._detail, self._phase)
         assert self.model is not None
         length = len(request.prompt_ids) + request.max_tokens
         if length > self.model.max_model_len:
@@ -129,8 +131,7 @@ class AsyncEngine:
 
         Returns whether all finished by themselves.
         """
-        if self._phase in (Phase.READY, Phase.LOADING):
-            self._set_phase(Phase.DRAINING, "shutting down")
+        self._reach(Phase.DRAINING, "shutting down")
         try:
             await asyncio.wait_for(self._until_idle(), timeout)
         except TimeoutError:
@@ -153,15 +154,6 @@ class AsyncEngine:
         assert self._started is not None
         seconds = self._mean_seconds / self._started.scheduler.config.max_num_seqs
         return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(seconds)))
-
-    def _unavailable_message(self) -> str:
-        match self._phase:
-            case Phase.LOADING:
-                return f"the model is loading: {self._detail}"
-            case Phase.DRAINING:
-                return "the server is shutting down"
-            case _:
-                return f"the engine has failed: {self._detail}"
 
     async def _until_idle(self) -> None:
         while self._open:
@@ -194,7 +186,7 @@ class AsyncEngine:
             asyncio.run(self._run())
         except ModelLoadError as error:
             self._die(str(error))
-        except Exception as error:
+        except BaseException as error:  # whatever ends this thread: a caller that waits must learn of it
             logger.exception("the engine has failed")
             self._die(f"{type(error).__name__}: {error}")
 
@@ -213,17 +205,19 @@ class AsyncEngine:
     def _report_loading(self, phase: str, fraction: float) -> None:
         self._detail = f"{phase} ({fraction:.0%})"
 
-    def _set_phase(self, phase: Phase, detail: str) -> None:
-        self._phase, self._detail = phase, detail
-        self.metrics.state(phase)
+    def _reach(self, phase: Phase, detail: str) -> None:
+        """Go on to a later phase of life; a no-op where that one, or a later one, has been reached. On any thread."""
+        with self._phase_lock:
+            if _LIFE.index(phase) > _LIFE.index(self._phase):
+                self._phase, self._detail = phase, detail
+                self.metrics.state(phase)
 
     async def _run(self) -> None:
         started = self._started
         assert started is not None
         scheduler = started.scheduler
         self._engine_loop = asyncio.get_running_loop()
-        if self._phase is Phase.LOADING:
-            self._set_phase(Phase.READY, "")
+        self._reach(Phase.READY, "")
         while not self._stopping:
             begun = time.monotonic()
             self._wake.clear()
@@ -293,9 +287,14 @@ class AsyncEngine:
         logger.error("%s", error)
         for sequence in scheduler.fail(error.sequences):
             session = self._sessions[sequence.request_id]
-            failure = GenerationFailed("the model computed NaN or infinite logits for this request")
+            failure = GenerationFailed(
+                "the model computed NaN or infinite logits for this request (see the server's log)"
+            )
             self._outbox.append((self._streams[sequence.request_id], failure))
+            self.metrics.discarded("error", session.num_held)
             self._close(session, "error", None, time.monotonic())
+        self._report_pool(scheduler)
+        self._flush()
 
     def _advance(self, scheduler: Scheduler, progress: Progress, now: float) -> int:
         """Make and send the output of one request's progress; returns how many tokens became certain."""
@@ -401,19 +400,30 @@ class AsyncEngine:
 
     def _die(self, detail: str) -> None:
         """Fail every open request; the server stays up to say so."""
-        self._set_phase(Phase.DEAD, detail)
+        self._reach(Phase.DEAD, detail)
+        self._flush()  # what was finished before stays finished
+        try:
+            self._close_all()
+        finally:
+            assert self._caller_loop is not None
+            self._caller_loop.call_soon_threadsafe(self._fail_all, detail)
+
+    def _close_all(self) -> None:
+        """Report all requests as failed, those sent meanwhile included."""
         while self._inbox:
-            self._inbox.popleft()()  # requests sent meanwhile fail with the others
+            try:
+                self._inbox.popleft()()
+            except Exception:
+                logger.exception("a request could not be taken in")
         now = time.monotonic()
         for session in list(self._sessions.values()):
             self._close(session, "error", None, now)
-        self.metrics.pool(PoolReport(running=0, used_blocks=0, cached_blocks=0, free_blocks=0))
-        failure = GenerationFailed(f"the engine has failed: {detail}")
-        assert self._caller_loop is not None
-        self._caller_loop.call_soon_threadsafe(self._fail_all, failure)
+        capacity = self._started.scheduler.pool.capacity if self._started is not None else 0
+        self.metrics.pool(PoolReport(running=0, used_blocks=0, cached_blocks=0, free_blocks=capacity))
 
-    def _fail_all(self, failure: GenerationFailed) -> None:
-        self._deliver([(stream, failure) for stream in list(self._open.values())])
+    def _fail_all(self, detail: str) -> None:
+        message = f"the engine has failed: {detail}"
+        self._deliver([(stream, GenerationFailed(message)) for stream in list(self._open.values())])
 
 
 def _between(earlier: float | None, later: float | None) -> float | None:

@@ -66,7 +66,7 @@ class Output:
     text: new text to show; joined over all outputs it is the answer, cut at whole characters and at the stop string.
     tokens: the tokens released with it (text that may still become a stop string is held back, with its tokens).
     prompt_logprobs: once, with the first output, when asked for: one entry a prompt token, the first None.
-    finish_reason: None until the last output, then "stop", "length", "abort" or "error".
+    finish_reason: None until the last output, then "stop", "length" or "abort".
     stop_reason: the stop string or token id that ended it, None for the model's own end and for the other reasons.
     """
 
@@ -123,12 +123,11 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """The engine is loading, draining or dead. `phase` says which; `retry_after` is in seconds."""
+    """The engine is loading, draining or dead. `phase` says which, the message the details."""
 
-    def __init__(self, message: str, phase: Phase, retry_after: int = 1) -> None:
+    def __init__(self, message: str, phase: Phase) -> None:
         super().__init__(message)
         self.phase = phase
-        self.retry_after = retry_after
 
 
 class QueueFull(EngineError):

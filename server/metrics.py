@@ -57,8 +57,9 @@ _TOKENS = power_buckets(2**20)
 class Metrics:
     """All collectors of one server, in a registry of its own.
 
-    `received`, `rejected` and `http` are called from the HTTP loop, everything else from the engine's thread alone; no
-    two threads write one series, and no reader takes a lock that the engine waits for. Label children are resolved
+    `received`, `rejected` and `http` are called from the HTTP loop, `state` from both, everything else from the
+    engine's thread alone. A scrape holds the lock of one value at a time, for as long as it takes to read it. Label
+    children are resolved
     here, once, and all series whose labels are known exist from the start, so that a rate sees their first event.
     """
 

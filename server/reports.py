@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-AbortCause: TypeAlias = Literal["disconnect", "api", "deadline", "shutdown"]
-DiscardReason: TypeAlias = Literal["preemption", "disconnect", "abort", "stop_overrun"]
+AbortCause: TypeAlias = Literal["disconnect", "api", "shutdown"]
+DiscardReason: TypeAlias = Literal["preemption", "disconnect", "abort", "error"]
 MemoryKind: TypeAlias = Literal["weights", "kv_cache", "activations_peak", "device_free"]
 RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "loading", "draining", "dead"]
 StartupPhase: TypeAlias = Literal["import", "load_weights", "profile", "warmup", "total"]

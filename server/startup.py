@@ -85,6 +85,8 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
         )
     )
     card = _model_card(settings, loaded, scheduler.capacity_tokens)
+    if card.max_model_len < loaded.max_model_len:
+        runner.limit_length(card.max_model_len)
     _announce(settings, loaded, runner, card, division)
     _tell_metrics(settings, metrics, loaded, runner.layout, card, division)
     return Started(card, loaded.tokenizer, runner, scheduler)

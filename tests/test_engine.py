@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from server.generation import (
     RequestTooLong,
 )
 from server.metrics import Metrics
+from server.scheduler.request import Status
 from server.step import NonFiniteLogits, SamplingParams, StepPlan, StepResult
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
@@ -167,26 +169,67 @@ async def test_siblings_compute_their_prompt_once(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("state", ["queued", "prefilling", "decoding"])
-async def test_closing_frees_everything_in_any_state(harness: Harness, state: str) -> None:
-    blockers = [harness.engine.submit(harness.request(max_tokens=400)) for _ in range(4 if state == "queued" else 0)]
-    stream = harness.engine.submit(harness.request((5,) * 400, max_tokens=100))
-    if state == "decoding":
-        await anext(stream)
-    elif state == "prefilling":
-        await asyncio.sleep(0.002)
+async def test_closing_frees_the_blocks_within_two_steps_in_any_state(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    started = harness.engine._started
+    assert started is not None
+    run, in_step, go_on = started.runner.run, threading.Event(), threading.Event()
+    plans: list[StepPlan] = []
+
+    def step_by_step(plan: StepPlan) -> StepResult:
+        plans.append(plan)
+        in_step.set()
+        assert go_on.wait(10)
+        go_on.clear()
+        return run(plan)
+
+    async def next_step() -> None:
+        go_on.set()
+        await asyncio.to_thread(in_step.wait, 10)
+        in_step.clear()
+
+    monkeypatch.setattr(started.runner, "run", step_by_step)
+    blockers = [harness.engine.submit(harness.request(max_tokens=400)) for _ in range(4 if state == "queued" else 1)]
+    await asyncio.to_thread(in_step.wait, 10)
+    in_step.clear()
+    stream = harness.engine.submit(harness.request((5,) * 200, max_tokens=100))  # four steps of at most 64 tokens
+    while True:
+        await next_step()
+        prefills = plans[-1].num_sequences - plans[-1].num_decodes
+        if {"queued": True, "prefilling": prefills == 1, "decoding": plans[-1].num_decodes == 2}[state]:
+            break
+    scheduler = started.scheduler
+    (sequence,) = (
+        session.sequence for session in harness.engine._sessions.values() if session.sequence.num_prompt == 200
+    )
+    assert (sequence in scheduler.waiting) == (state == "queued")
+    assert sequence.is_prefilling == (state != "decoding")
+    held = scheduler.pool.num_used
+
     stream.close()
+    for _ in range(2):
+        await next_step()
+    assert sequence.status is Status.FINISHED
+    assert sequence.num_blocks == 0
+    assert scheduler.pool.num_used <= held - (0 if state == "queued" else 13) + 1
+
+    monkeypatch.setattr(started.runner, "run", run)
+    go_on.set()
     for blocker in blockers:
         blocker.close()
     await harness.settled()
-    assert harness.value("requests_total", endpoint="completions", finish_reason="abort") == 1 + len(blockers)
-    assert harness.value("request_aborts_total", cause="disconnect") == 1 + len(blockers)
+    aborted = 1 + len(blockers)
+    assert harness.value("requests_total", endpoint="completions", finish_reason="abort") == aborted
+    assert harness.value("request_aborts_total", cause="disconnect") == aborted
     assert await harness.engine.drain(5.0)
 
 
 async def test_what_cannot_run_is_refused_at_once(checkpoint: Path) -> None:
     harness = Harness(checkpoint, max_num_seqs=1, max_num_batched_tokens=32, max_queued_requests=2, kv_blocks=8)
-    with pytest.raises(EngineUnavailable, match="loading"):
+    with pytest.raises(EngineUnavailable) as early:
         harness.engine.submit(harness.request())
+    assert early.value.phase is Phase.LOADING
     await harness.ready()
     assert harness.engine.model is not None
     assert harness.engine.model.max_model_len == 128

@@ -116,8 +116,6 @@ class Generation:
             if self._service.phase is not Phase.READY:
                 raise unavailable(self._service.phase, self._service.engine.status.detail)
             raise APIError(500, "The request was aborted by the server.", code="aborted")
-        if output.finish_reason == "error":
-            raise APIError(500, "The engine failed on this request.", code="generation_failed")
 
     def usage(self) -> UsageBody:
         """Counts so far. A prompt counts once, however many choices it has; its first choice says what was cached."""

@@ -46,7 +46,7 @@ def tokenize(
                 raise invalid("prompt", f"'prompt' holds no tokens; send text{_or_bos(tokenizer)}.")
         else:
             ids = prompt
-            check_ids("prompt", ids, model)
+        check_ids("prompt", ids, model)  # also of text: a tokenizer may have tokens that the model has no place for
         # A prompt too long for the model is refused by its length; its echo would only cost time.
         if echo and len(ids) <= model.max_model_len:
             tokenized.append(TokenizedPrompt(tuple(ids), _echo(prompt, ids, tokenizer, skip_special_tokens, continued)))

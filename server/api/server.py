@@ -126,8 +126,8 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
     try:
         await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
     except TimeoutError:
-        logger.error("the engine does not end; leaving it behind")
-        _end(1)
+        logger.warning("the engine's last step does not end; leaving it behind")
+        _end(code)
     if engine.status.phase is not Phase.DEAD and engine.model is None:
         _end(code)  # a thread is still loading, and the interpreter would wait for it
     for number in _SIGNALS:

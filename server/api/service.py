@@ -46,6 +46,7 @@ class Service:
         self._serial = itertools.count()
         self._seeds = Random(secrets.randbits(64) if settings.seed is None else settings.seed)
         self._workers = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
+        self._scrapes = ThreadPoolExecutor(1, thread_name_prefix="metrics")
 
     @property
     def phase(self) -> Phase:
@@ -61,7 +62,7 @@ class Service:
         return model, tokenizer
 
     def fresh_seed(self) -> int:
-        """A seed for a prompt that brought none; reproducible in order of arrival when the server has a seed."""
+        """A seed for a prompt that brought none; with --seed, the same ones in the same order after each start."""
         return self._seeds.getrandbits(64) - 2**63
 
     def fresh_serial(self) -> int:
@@ -72,8 +73,13 @@ class Service:
         """Run what would hold up the event loop (tokenizing, huge bodies) in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, lambda: function(*args, **kwargs))
 
+    async def render_metrics(self) -> bytes:
+        """The text of /metrics, made on a thread of its own: not even long prompts may delay a scrape."""
+        return await asyncio.get_running_loop().run_in_executor(self._scrapes, self.metrics.render)
+
     def close(self) -> None:
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._workers, self._scrapes):
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def service_of(request: Request) -> Service:

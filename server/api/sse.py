@@ -62,6 +62,9 @@ class EventStream(Response):
                 await self._attend(producer, send)
             finally:
                 await cancel(producer)
+        except asyncio.CancelledError:
+            self._exchange.outcome = "error"  # the server ends before the stream does
+            raise
         finally:
             self._on_close()
             self._watch.close()

@@ -21,12 +21,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 logger = logging.getLogger(__name__)
 
 _PINNED = "pinned"
+_ORIGINAL = "rope_type_before_pinning"
 
 
 def pin_rope(model: nn.Module, max_model_len: int) -> None:
-    """Fix every length-dependent rotary embedding of the model at the frequencies for `max_model_len` tokens."""
+    """Fix every length-dependent rotary embedding of the model at the frequencies for `max_model_len` tokens.
+
+    May be called again with another length.
+    """
     for module in model.modules():
-        kinds = module.__dict__.get("rope_type")
+        kinds = module.__dict__.setdefault(_ORIGINAL, module.__dict__.get("rope_type"))
         if isinstance(kinds, str) and _depends_on_length(kinds):
             module.__dict__["rope_type"] = _PINNED
             _set_frequencies(module, kinds, max_model_len, layer_type=None)

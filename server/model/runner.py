@@ -24,7 +24,7 @@ from server.model.trial import pack, worst_step
 from server.step import StepPlan, StepResult
 
 _CHECKED_TOKENS = 12
-_CHECKED_CHUNKS = (6, 5, 1)
+_CHECKED_CHUNKS = (4, 7, 1)
 
 
 class ModelRunner:
@@ -78,8 +78,22 @@ class ModelRunner:
             layer.module: Layer(layer.spec, layer.geometry, backend, take_over_temperature(layer.module))
             for layer, backend in zip(probed, backends, strict=True)
         }
-        check_numbers(model, expected, lambda neighbour: self._chunked_logits(ids, neighbour), self.max_model_len)
+        check_numbers(
+            model,
+            expected,
+            lambda neighbour: self._chunked_logits(ids, neighbour),
+            self.max_model_len,
+            _CHECKED_CHUNKS[0],
+        )
         self.allocate(1)
+
+    def limit_length(self, max_model_len: int) -> None:
+        """Serve sequences of up to `max_model_len` tokens only, as when the pool turns out to hold no longer ones.
+
+        Nothing may be cached yet: rotary embeddings that depend on the length are fixed anew.
+        """
+        self.max_model_len = max_model_len
+        pin_rope(self.model, max_model_len)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block."""

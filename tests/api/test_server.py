@@ -141,7 +141,7 @@ async def test_an_engine_that_does_not_end_is_left_behind() -> None:
     async with started(stop_hangs=True) as server:
         await server.says("ready: http")
         server.process.send_signal(signal.SIGTERM)
-        assert await server.exit_code() == 1
+        assert await server.exit_code() == 0  # every request was drained, and nothing depends on what does not end
         assert "does not end" in server.log
 
 

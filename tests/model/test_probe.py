@@ -132,6 +132,15 @@ def test_refuses_a_model_whose_numbers_are_wrong() -> None:
         ModelRunner(model, "reference", 4)
 
 
+def test_refuses_positions_that_are_not_those_it_is_given() -> None:
+    """Right for a sequence computed at once, and for a first chunk; wrong for every later one."""
+    model = tiny_model("llama")
+    inner = model.model.rotary_emb.forward
+    model.model.rotary_emb.forward = lambda x, position_ids: inner(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(UnsupportedModel, match="its logits are not those of the unmodified model"):
+        ModelRunner(model, "reference", 4)
+
+
 class TwiceLlama(LlamaForCausalLM):
     """Runs its layers twice, as weight-sharing models do."""
 
@@ -239,3 +248,8 @@ def test_length_dependent_rope_is_pinned_to_the_longest_sequence(kind: str) -> N
     alone = logits([short], [3])
     beside = logits([short, ids.tolist()], [3, 10])
     torch.testing.assert_close(beside, alone, atol=1e-5, rtol=0)
+
+    runner.limit_length(len(short))
+    with torch.inference_mode():
+        expected = tiny_model(architecture, **changes)(input_ids=ids[None, :9], use_cache=False).logits[0]
+    torch.testing.assert_close(logits([short], [3]), expected, atol=1e-4, rtol=0)

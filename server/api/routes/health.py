@@ -44,10 +44,9 @@ async def ready(request: Request) -> Response:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format. Rendered in a worker: scrapes come often and must not delay tokens."""
+    """Prometheus' text format. Rendered in a thread: scrapes come often and must not delay tokens."""
     service = service_of(request)
-    text = await service.in_worker(service.metrics.render)
-    return Response(text, headers={"content-type": service.metrics.content_type})
+    return Response(await service.render_metrics(), headers={"content-type": service.metrics.content_type})
 
 
 @router.get("/version")

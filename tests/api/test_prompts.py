@@ -1,0 +1,23 @@
+"""Prompts to token ids, where the tokenizer and the model disagree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from server.api.errors import APIError
+from server.api.prompts import tokenize
+from tests.api.fake_engine import FakeEngine
+
+
+def test_text_with_a_token_that_the_model_has_no_place_for_is_refused() -> None:
+    """Tokens added to a tokenizer, but not to the model, would index beyond its embedding and end the engine."""
+    engine = FakeEngine()
+    smaller = replace(engine.card, vocab_size=100)
+    (harmless,) = tokenize(["AB"], engine.tokenizer, smaller)
+    assert harmless.ids == (65, 66)
+    with pytest.raises(APIError, match="100") as refused:
+        tokenize(["AB\u00ff"], engine.tokenizer, smaller)
+    assert refused.value.status == 400
+    assert refused.value.param == "prompt"

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from loadtest.architectures import ROUTED, VOCAB_SIZE, build
+from loadtest.architectures import ROUTED, VOCAB, tiny_model
 from server.model.runner import ModelRunner
 from server.step import SamplingParams, StepPlan
 
@@ -75,7 +75,7 @@ def check(name: str, dtype: torch.dtype, device: str, backend: str, seed: int) -
     error = tolerance = None
     note = ""
     try:
-        error, tolerance = _compare(build(name, seed), name, dtype, device, backend, seed)
+        error, tolerance = _compare(tiny_model(name, seed), name, dtype, device, backend, seed)
     except KeyError:
         note = "this transformers does not know it"
     except Exception as failure:
@@ -89,7 +89,7 @@ def _compare(
 ) -> tuple[float, float]:
     _move(model, torch.device(device), dtype)
     draw = random.Random(seed)
-    sequences = [[draw.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+    sequences = [[draw.randrange(3, VOCAB) for _ in range(length)] for length in LENGTHS]
     eager = [_eager(model, tokens) for tokens in sequences]
     served = _served(copy.deepcopy(model), sequences, backend, seed)
     if dtype == torch.float32:
@@ -121,7 +121,7 @@ def _served(model: PreTrainedModel, sequences: list[list[int]], backend: str, se
     blocks = list(range(1, num_blocks))
     random.Random(seed).shuffle(blocks)
     tables = [[blocks.pop() for _ in range(count)] for count in blocks_each]
-    result = [torch.full((len(tokens), VOCAB_SIZE), float("nan"), dtype=torch.float64) for tokens in sequences]
+    result = [torch.full((len(tokens), VOCAB), float("nan"), dtype=torch.float64) for tokens in sequences]
     for plan, places in plans(sequences, tables):
         scores = runner.run(plan).scores
         for (sequence, position), score in zip(places, scores, strict=True):
@@ -161,7 +161,7 @@ def plans(
                 params=(SamplingParams(temperature=0.0),) * len(members),
                 histories=(None,) * len(members),
                 score_targets=np.array([sequences[b][p] for b, p in places], dtype=np.int64),
-                score_tops=np.full(total, VOCAB_SIZE, dtype=np.int64),
+                score_tops=np.full(total, VOCAB, dtype=np.int64),
                 score_rows=np.array([members.index(b) for b, _ in places], dtype=np.int32),
             ),
             places,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import transformers
 
-from loadtest.architectures import MATRIX
+from loadtest.architectures import ARCHITECTURES
 from loadtest.checkpoint import ONE_BILLION, TINY, Size, write_checkpoint
 from loadtest.equality import Outcome, run_matrix
 from server import __version__
@@ -48,8 +48,8 @@ class Scope:
 
 
 _LOAD = ("--concurrency=1,32,128", "--output-tokens=64", "--duration=15")
-QUICK = Scope("cuda", tuple(MATRIX), 1, ONE_BILLION, _LOAD, ("--dtype=bfloat16",), False, 230.0)
-FULL = Scope("cuda", tuple(MATRIX), 3, ONE_BILLION, _LOAD, ("--dtype=bfloat16",), True, 900.0)
+QUICK = Scope("cuda", tuple(ARCHITECTURES), 1, ONE_BILLION, _LOAD, ("--dtype=bfloat16",), False, 230.0)
+FULL = Scope("cuda", tuple(ARCHITECTURES), 3, ONE_BILLION, _LOAD, ("--dtype=bfloat16",), True, 900.0)
 DRY_RUN = Scope(
     "cpu",
     ("llama", "gemma2", "gpt_oss"),

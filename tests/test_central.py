@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from loadtest.architectures import tiny_config
 from server.model.runner import ModelRunner
 from server.model.sampler import Sampler
 from server.scheduler.plan import build_plan
 from server.scheduler.request import Request, Status
 from server.scheduler.scheduler import Scheduler, SchedulerConfig
 from server.step import SamplingParams
-from tests.tiny_models import tiny_config
 
 VOCAB = 97
 NEAR_TIE = 1e-3

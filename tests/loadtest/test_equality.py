@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from loadtest.architectures import MATRIX, VOCAB_SIZE
+from loadtest.architectures import ARCHITECTURES, VOCAB
 from loadtest.equality import BLOCK_SIZE, LENGTHS, check, plans
 from server.kvpool.tensors import KVTensors
 from server.model.runner import ModelRunner
@@ -79,5 +79,5 @@ def test_a_model_that_fails_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_the_matrix_is_that_of_the_families_served() -> None:
-    assert len(MATRIX) >= 21
-    assert VOCAB_SIZE > 90
+    assert len(ARCHITECTURES) >= 21
+    assert VOCAB > 90

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 import server.model.attention.cpu
+from loadtest.architectures import ARCHITECTURES, VOCAB, tiny_model
 from server.model.runner import ModelRunner
 from tests.model.paging import PagedSequences
-from tests.tiny_models import ARCHITECTURES, VOCAB, tiny_model
 
 LENGTHS = (23, 9, 14)
 # Tokens of each sequence in each step: prompts in chunks, beside others that decode already.

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from loadtest.architectures import DROP, VOCAB, tiny_config, tiny_model
 from server.kvpool.layout import AttentionKind
 from server.model.attention.cpu import CpuBackend
 from server.model.hook import UnexpectedAttention
@@ -23,7 +24,6 @@ from server.model.runner import ModelRunner
 from server.model.spec import UnsupportedModel
 from server.model.trial import pack
 from tests.model.paging import PagedSequences
-from tests.tiny_models import DROP, VOCAB, tiny_config, tiny_model
 
 BYPASSES = "compute attention themselves instead of through transformers' attention interface"
 OTHER_STATE = "keep other state than keys and values"

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import GraniteForCausalLM, LlamaForCausalLM
 
+from loadtest.architectures import VOCAB, tiny_config, tiny_model
 from server.model.runner import ModelRunner
 from server.model.spec import UnsupportedModel
 from server.model.trial import pack, worst_step
 from server.step import SamplingParams, StepPlan
 from tests.model.paging import PagedSequences
-from tests.tiny_models import VOCAB, tiny_config, tiny_model
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [20, 21, 22], [30]]
 

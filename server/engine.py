@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -66,7 +66,7 @@ class AsyncEngine:
         self._detail = "starting"
         self._open: dict[str, GenerationStream] = {}
         self._max_open = 0
-        self._mean_seconds = 1.0  # of finished requests, for Retry-After
+        self._mean_seconds = 1.0  # that requests run which come to their end, for Retry-After
         self._inbox: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._main, name="sluice-engine", daemon=True)
         self._caller_loop: asyncio.AbstractEventLoop | None = None
@@ -95,27 +95,33 @@ class AsyncEngine:
         self._caller_loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(self, request: GenerationRequest) -> GenerationStream:
-        """Queue a request.
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationStream]:
+        """Queue requests, all of them or none.
 
-        Raises EngineUnavailable, QueueFull or RequestTooLong; after it has returned, failures come from the stream.
+        Raises EngineUnavailable, QueueFull or RequestTooLong; after it has returned, failures come from the streams.
         """
         if self._phase is not Phase.READY:
             raise EngineUnavailable(self._detail, self._phase)
         assert self.model is not None
-        length = len(request.prompt_ids) + request.max_tokens
-        if length > self.model.max_model_len:
-            raise RequestTooLong(
-                f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} more are {length}, "
-                f"the limit is {self.model.max_model_len} ({self.model.limited_by})"
-            )
-        if len(self._open) >= self._max_open:
+        for request in requests:
+            length = len(request.prompt_ids) + request.max_tokens
+            if length > self.model.max_model_len:
+                raise RequestTooLong(
+                    f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} more are {length}, "
+                    f"the limit is {self.model.max_model_len} ({self.model.limited_by})"
+                )
+            if request.request_id in self._open:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+        excess = len(self._open) + len(requests) - self._max_open
+        if excess > 0:
             raise QueueFull(
-                f"{len(self._open)} requests are open, as many as --max-num-seqs and --max-queued-requests allow",
-                self._retry_after(),
+                f"{len(self._open)} requests are open and {len(requests)} more are {excess} too many: "
+                f"--max-num-seqs and --max-queued-requests allow {self._max_open}",
+                self._retry_after(excess),
             )
-        if request.request_id in self._open:
-            raise ValueError(f"request id {request.request_id!r} is in use")
+        return [self._open_stream(request) for request in requests]
+
+    def _open_stream(self, request: GenerationRequest) -> GenerationStream:
         stream = GenerationStream(request.request_id, self.abort)
         self._open[request.request_id] = stream
         arrived = time.monotonic()
@@ -149,10 +155,10 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
             self._device.shutdown()
 
-    def _retry_after(self) -> int:
-        """Seconds until a place in the queue is likely: the time the batch takes to finish one request."""
+    def _retry_after(self, places: int) -> int:
+        """Seconds until so many places in the queue are likely: the time the batch takes to finish as many requests."""
         assert self._started is not None
-        seconds = self._mean_seconds / self._started.scheduler.config.max_num_seqs
+        seconds = self._mean_seconds * places / self._started.scheduler.config.max_num_seqs
         return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(seconds)))
 
     async def _until_idle(self) -> None:
@@ -355,7 +361,9 @@ class AsyncEngine:
         """Forget a request that is over and report it."""
         del self._sessions[session.request.request_id], self._streams[session.request.request_id]
         total = now - session.arrived
-        self._mean_seconds += 0.1 * (total - self._mean_seconds)
+        if finish_reason in ("stop", "length"):
+            running = now - (session.admitted or session.arrived)
+            self._mean_seconds += 0.1 * (running - self._mean_seconds)
         usage = session.usage
         self.metrics.finished(
             FinishedReport(

@@ -59,6 +59,10 @@ class Harness:
         fields = {"params": FORCED, **fields}
         return GenerationRequest(f"r{self._count}", prompt, max_tokens=max_tokens, **fields)
 
+    def submit(self, request: GenerationRequest) -> GenerationStream:
+        (stream,) = self.engine.submit([request])
+        return stream
+
     def value(self, name: str, **labels: str) -> float:
         value = self.registry.get_sample_value(f"sluice_{name}", {"model_name": "tiny", **labels})
         assert value is not None, name
@@ -90,7 +94,7 @@ def text_of(outputs: list[Output]) -> str:
 
 
 async def test_a_request_runs_to_its_length(harness: Harness) -> None:
-    outputs = await collect(harness.engine.submit(harness.request(max_tokens=8)))
+    outputs = await collect(harness.submit(harness.request(max_tokens=8)))
     letter = text_of(outputs)[0]
     assert text_of(outputs) == letter * 8
     assert [token.token_id for output in outputs for token in output.tokens] == [65] * 8
@@ -104,7 +108,7 @@ async def test_many_requests_share_the_batch_and_get_their_own_tokens(harness: H
         return SamplingParams(temperature=0.0, logit_bias={token_id: 100.0})
 
     requests = [harness.request((7,) * (1 + i), max_tokens=5 + i, params=forced(40 + i)) for i in range(12)]
-    streams = [harness.engine.submit(request) for request in requests]
+    streams = [harness.submit(request) for request in requests]
     for i, outputs in enumerate(await asyncio.gather(*map(collect, streams))):
         assert [token.token_id for output in outputs for token in output.tokens] == [40 + i] * (5 + i)
     await harness.settled()
@@ -116,8 +120,8 @@ async def test_many_requests_share_the_batch_and_get_their_own_tokens(harness: H
 
 
 async def test_a_stop_string_ends_the_text_before_it(harness: Harness) -> None:
-    letter = text_of(await collect(harness.engine.submit(harness.request(max_tokens=1))))
-    outputs = await collect(harness.engine.submit(harness.request(max_tokens=20, stop=(letter * 3,))))
+    letter = text_of(await collect(harness.submit(harness.request(max_tokens=1))))
+    outputs = await collect(harness.submit(harness.request(max_tokens=20, stop=(letter * 3,))))
     assert text_of(outputs) == ""
     assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", letter * 3)
     assert outputs[-1].usage.completion_tokens == 3
@@ -126,17 +130,17 @@ async def test_a_stop_string_ends_the_text_before_it(harness: Harness) -> None:
 
 async def test_a_stop_token_is_counted_but_not_shown(harness: Harness) -> None:
     params = SamplingParams(temperature=0.0, logit_bias={65: 100.0}, stop_token_ids=frozenset({65}), min_tokens=0)
-    outputs = await collect(harness.engine.submit(harness.request(params=params)))
+    outputs = await collect(harness.submit(harness.request(params=params)))
     assert text_of(outputs) == ""
     assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", 65)
     assert outputs[-1].usage.completion_tokens == 1
-    shown = await collect(harness.engine.submit(harness.request(params=params, include_stop_str=True)))
+    shown = await collect(harness.submit(harness.request(params=params, include_stop_str=True)))
     assert len(text_of(shown)) == 1
 
 
 async def test_the_prompt_is_scored_and_nothing_generated(harness: Harness) -> None:
     prompt = tuple(range(1, 101))
-    outputs = await collect(harness.engine.submit(harness.request(prompt, max_tokens=0, prompt_logprobs=2)))
+    outputs = await collect(harness.submit(harness.request(prompt, max_tokens=0, prompt_logprobs=2)))
     (output,) = outputs
     assert output.finish_reason == "length"
     assert output.prompt_logprobs is not None
@@ -149,9 +153,9 @@ async def test_the_prompt_is_scored_and_nothing_generated(harness: Harness) -> N
 
 async def test_the_second_of_two_equal_prompts_is_cached(harness: Harness) -> None:
     prompt = tuple(range(1, 51))
-    first = await collect(harness.engine.submit(harness.request(prompt)))
-    second = await collect(harness.engine.submit(harness.request(prompt)))
-    other = await collect(harness.engine.submit(harness.request(prompt, cache_salt="other tenant")))
+    first = await collect(harness.submit(harness.request(prompt)))
+    second = await collect(harness.submit(harness.request(prompt)))
+    other = await collect(harness.submit(harness.request(prompt, cache_salt="other tenant")))
     assert (first[-1].usage.cached_tokens, second[-1].usage.cached_tokens) == (0, 48)
     assert other[-1].usage.cached_tokens == 0
     assert text_of(first) == text_of(second) == text_of(other)
@@ -160,8 +164,8 @@ async def test_the_second_of_two_equal_prompts_is_cached(harness: Harness) -> No
 async def test_siblings_compute_their_prompt_once(harness: Harness) -> None:
     prompt = tuple(range(1, 51))
     leader = harness.request(prompt)
-    streams = [harness.engine.submit(leader)]
-    streams += [harness.engine.submit(harness.request(prompt, leader=leader.request_id)) for _ in range(3)]
+    streams = [harness.submit(leader)]
+    streams += [harness.submit(harness.request(prompt, leader=leader.request_id)) for _ in range(3)]
     answers = await asyncio.gather(*map(collect, streams))
     assert [answer[-1].usage.cached_tokens for answer in answers] == [0, 48, 48, 48]
     await harness.settled()
@@ -190,10 +194,10 @@ async def test_closing_frees_the_blocks_within_two_steps_in_any_state(
         in_step.clear()
 
     monkeypatch.setattr(started.runner, "run", step_by_step)
-    blockers = [harness.engine.submit(harness.request(max_tokens=400)) for _ in range(4 if state == "queued" else 1)]
+    blockers = [harness.submit(harness.request(max_tokens=400)) for _ in range(4 if state == "queued" else 1)]
     await asyncio.to_thread(in_step.wait, 10)
     in_step.clear()
-    stream = harness.engine.submit(harness.request((5,) * 200, max_tokens=100))  # four steps of at most 64 tokens
+    stream = harness.submit(harness.request((5,) * 200, max_tokens=100))  # four steps of at most 64 tokens
     while True:
         await next_step()
         prefills = plans[-1].num_sequences - plans[-1].num_decodes
@@ -228,34 +232,34 @@ async def test_closing_frees_the_blocks_within_two_steps_in_any_state(
 async def test_what_cannot_run_is_refused_at_once(checkpoint: Path) -> None:
     harness = Harness(checkpoint, max_num_seqs=1, max_num_batched_tokens=32, max_queued_requests=2, kv_blocks=8)
     with pytest.raises(EngineUnavailable) as early:
-        harness.engine.submit(harness.request())
+        harness.submit(harness.request())
     assert early.value.phase is Phase.LOADING
     await harness.ready()
     assert harness.engine.model is not None
     assert harness.engine.model.max_model_len == 128
     with pytest.raises(RequestTooLong, match="--kv-blocks"):
-        harness.engine.submit(harness.request((1,) * 100, max_tokens=29))
-    streams = [harness.engine.submit(harness.request((1,) * 28, max_tokens=100)) for _ in range(3)]
+        harness.submit(harness.request((1,) * 100, max_tokens=29))
+    streams = [harness.submit(harness.request((1,) * 28, max_tokens=100)) for _ in range(3)]
     with pytest.raises(QueueFull) as full:
-        harness.engine.submit(harness.request())
+        harness.submit(harness.request())
     assert full.value.retry_after >= 1
     answers = await asyncio.gather(*map(collect, streams))
     assert [answer[-1].usage.completion_tokens for answer in answers] == [100] * 3
     await harness.engine.drain(0.0)
     with pytest.raises(EngineUnavailable, match="shutting down"):
-        harness.engine.submit(harness.request())
+        harness.submit(harness.request())
     await harness.engine.stop()
 
 
 async def test_draining_finishes_what_is_open_and_no_more(harness: Harness) -> None:
-    stream = harness.engine.submit(harness.request(max_tokens=200))
+    stream = harness.submit(harness.request(max_tokens=200))
     task = asyncio.create_task(collect(stream))
     assert await harness.engine.drain(30.0)
     assert (await task)[-1].usage.completion_tokens == 200
 
 
 async def test_draining_aborts_what_takes_too_long(harness: Harness) -> None:
-    stream = harness.engine.submit(harness.request(max_tokens=500))
+    stream = harness.submit(harness.request(max_tokens=500))
     await anext(stream)
     assert not await harness.engine.drain(0.0)
     rest = await collect(stream)
@@ -277,8 +281,8 @@ async def test_a_request_with_broken_numbers_fails_alone(harness: Harness, monke
         return run(plan)
 
     monkeypatch.setattr(started.runner, "run", broken)
-    good = [harness.engine.submit(harness.request((i,) * 5, max_tokens=30)) for i in range(3)]
-    bad = harness.engine.submit(harness.request((1, 99, 1)))
+    good = [harness.submit(harness.request((i,) * 5, max_tokens=30)) for i in range(3)]
+    bad = harness.submit(harness.request((1, 99, 1)))
     with pytest.raises(GenerationFailed, match="NaN"):
         await collect(bad)
     for outputs in await asyncio.gather(*map(collect, good)):
@@ -291,7 +295,7 @@ async def test_a_request_with_broken_numbers_fails_alone(harness: Harness, monke
 async def test_a_failing_step_fails_every_open_request_and_says_why(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = [harness.engine.submit(harness.request(max_tokens=400)) for _ in range(6)]
+    streams = [harness.submit(harness.request(max_tokens=400)) for _ in range(6)]
     await anext(streams[0])
     started = harness.engine._started
     assert started is not None
@@ -307,7 +311,7 @@ async def test_a_failing_step_fails_every_open_request_and_says_why(
     assert status.phase is Phase.DEAD
     assert "the device is gone" in status.detail
     with pytest.raises(EngineUnavailable, match="the device is gone"):
-        harness.engine.submit(harness.request())
+        harness.submit(harness.request())
     assert harness.value("requests_total", endpoint="completions", finish_reason="error") == 6
     assert harness.value("requests_running") == 0
     assert harness.value("engine_state", state="dead") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any, NoReturn
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from server.api.errors import APIError, ClientGone, invalid, show
 
 MAX_BODY_BYTES = 8 * 2**20
+MOST_SILENCE_SECONDS = 30.0
 # A body over the limit is read on and dropped up to here: a client that is still sending would see its connection
 # reset instead of the answer.
 _MOST_DROPPED = 8 * MAX_BODY_BYTES
@@ -18,7 +20,7 @@ _MOST_DROPPED = 8 * MAX_BODY_BYTES
 async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
     """The body of a request that declares JSON.
 
-    Raises APIError 415 or 413, and ClientGone if the connection closes before the body is complete.
+    Raises APIError 415, 413 or 408, and ClientGone if the connection closes before the body is complete.
     """
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
@@ -26,10 +28,22 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
         raise APIError(
             415, f"The content type must be application/json; got {got}. Send 'Content-Type: application/json'."
         )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise APIError(415, f"A body must not be compressed; got content encoding {show(encoding)}.")
     chunks: list[bytes] = []
     size = 0
     while True:
-        message = await request.receive()
+        try:
+            async with asyncio.timeout(MOST_SILENCE_SECONDS):
+                message = await request.receive()
+        except TimeoutError:
+            raise APIError(
+                408,
+                f"The body did not go on for {MOST_SILENCE_SECONDS:g} seconds.",
+                code="body_timeout",
+                headers={"connection": "close"},
+            ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         chunk: bytes = message.get("body", b"")

@@ -99,4 +99,5 @@ class ExchangeMiddleware:
             "total_ms": round(seconds * 1000, 1),
             **exchange.notes,
         }
+        fields = {name: value for name, value in fields.items() if value is not None}
         logger.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra=fields)

@@ -44,24 +44,23 @@ class Generation:
     """
 
     def __init__(self, service: Service, exchange: Exchange, requests: Sequence[GenerationRequest], n: int) -> None:
-        """Submits all or none. Raises APIError 429, 503 or 400 (too long)."""
+        """Submits all or none. Raises APIError 429, 503 or 400 (too long); such a refusal counts as one request."""
         self._service = service
         self._exchange = exchange
         self._requests = requests
         self._n = n
-        self._streams: list[Stream] = []
+        self._streams: Sequence[Stream] = ()
         self._usage: list[Usage | None] = [None] * len(requests)
         self._finish: list[str] = []
         self._first_token: float | None = None
-        try:
-            for request in requests:
-                service.metrics.received(request.endpoint, request.streaming)
-                self._streams.append(service.engine.submit(request))
-        except EngineError as error:
-            self.close("api")
-            refusal = refused(error)
-            service.metrics.rejected(refusal.reason)
-            raise refusal from error
+        self._closed = False
+        with counting_refusal(service, requests[0].endpoint, requests[0].streaming):
+            try:
+                self._streams = service.engine.submit(requests)
+            except EngineError as error:
+                raise refused(error) from error
+        for request in requests:
+            service.metrics.received(request.endpoint, request.streaming)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         """(choice, output) pairs as they come, until every choice has its finish reason.
@@ -77,6 +76,7 @@ class Generation:
             if len(self._finish) != len(self._streams):
                 raise GenerationFailed("The engine ended the request without an answer.")
         except EngineError as error:
+            self._finish.append("error")
             self.close("api")
             raise refused(error) from error
         except APIError:
@@ -129,20 +129,25 @@ class Generation:
         return usage_body(prompt_tokens, completion_tokens, cached)
 
     def close(self, cause: AbortCause = "disconnect") -> None:
-        """End what still runs, and leave in the log's line what there was."""
+        """End what still runs, and leave in the log's line what there was. The first call counts."""
+        if self._closed:
+            return
+        self._closed = True
         for stream in self._streams:
             stream.close(cause)
+        if len(self._finish) < len(self._streams) and "error" not in self._finish:
+            self._finish.append("abort")
         queued = [seconds for stream in self._streams if (seconds := stream.queue_seconds) is not None]
         usage = self.usage()
         notes = self._exchange.notes
         if queued:
-            notes["queue_ms"] = round(max(queued) * 1000, 1)
+            notes["queue_ms"] = round(min(queued) * 1000, 1)  # like ttft_ms, of the sequence that was first
         if self._first_token is not None:
             notes["ttft_ms"] = round((self._first_token - self._exchange.started) * 1000, 1)
         notes["prompt_tokens"] = usage["prompt_tokens"]
         notes["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
         notes["output_tokens"] = usage["completion_tokens"]
-        notes["finish_reason"] = ",".join(sorted(set(self._finish))) or "none"
+        notes["finish_reason"] = ",".join(sorted(set(self._finish)))
 
 
 async def _pump(choice: int, stream: Stream, queue: asyncio.Queue[_Item]) -> None:

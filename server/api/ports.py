@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from server.generation import EngineStatus, GenerationRequest, ModelCard, Output
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
     async def start(self) -> None: ...
 
-    def submit(self, request: GenerationRequest) -> Stream: ...
+    def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[Stream]: ...
 
     async def drain(self, timeout: float) -> bool: ...
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from server.api.errors import invalid
+from server.api.errors import invalid, too_long
 from server.api.sampling import check_ids
 from server.api.wire import Prompt
 from server.generation import ModelCard
@@ -41,6 +41,7 @@ def tokenize(
     tokenized: list[TokenizedPrompt] = []
     for prompt in prompts:
         if isinstance(prompt, str):
+            _check_length(prompt, tokenizer, model)
             ids = tokenizer.encode(prompt, add_special_tokens)
             if not ids:
                 raise invalid("prompt", f"'prompt' holds no tokens; send text{_or_bos(tokenizer)}.")
@@ -53,6 +54,18 @@ def tokenize(
         else:
             tokenized.append(TokenizedPrompt(tuple(ids)))
     return tokenized
+
+
+def _check_length(prompt: str, tokenizer: Tokenizer, model: ModelCard) -> None:
+    """Refuse at once what cannot be short enough: tokenizing megabytes takes seconds that others would wait."""
+    if len(prompt) <= model.max_model_len:
+        return
+    longest = tokenizer.longest_token
+    if longest is not None and (least := len(prompt) // longest) >= model.max_model_len:
+        raise too_long(
+            f"'prompt' of {len(prompt)} characters makes at least {least} tokens, "
+            f"the limit is {model.max_model_len} ({model.limited_by})."
+        )
 
 
 def _or_bos(tokenizer: Tokenizer) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import NoReturn
 
 import uvicorn
 from prometheus_client import CollectorRegistry
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from server.api.app import create_app
 from server.api.ports import Engine
@@ -27,6 +29,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.1
 # What a finished answer may take to reach a slow reader once the engine is done.
 _FLUSH_SECONDS = 3
+# asyncio accepts so many connections in one go. When descriptors run out it logs an error for each of them, every
+# second, so this is small; the kernel's own queue, set by `bind`, is not.
+_ACCEPTED_AT_ONCE = 8
+_KERNEL_BACKLOG = 2048
 # What the engine may take to end after its last request; its step in progress cannot be interrupted.
 _STOP_SECONDS = 2.0
 # Longer than the idle timeouts of usual load balancers, so that it is never us who close a connection they reuse.
@@ -51,8 +57,16 @@ def serve(settings: ServeSettings) -> int:
             error.strerror or error,
         )
         return 1
+    _allow_many_connections()
     metrics = Metrics(CollectorRegistry(), settings.served_names[0])
     return asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
+
+
+def _allow_many_connections() -> None:
+    """Use all descriptors the system grants: the usual soft limit of 1,024 is fewer than one load test's clients."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -62,7 +76,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(2048)
+        listener.listen(_KERNEL_BACKLOG)
     except OSError:
         listener.close()
         raise
@@ -75,8 +89,21 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _Protocol(H11Protocol):
+    """Closes connections that never send a request; uvicorn's own timer starts with the first answer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+
 class _Uvicorn(uvicorn.Server):
     """Signals are ours: uvicorn would close the port at the first one, before the drain is over."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_KERNEL_BACKLOG)  # asyncio has lowered it to what it accepts at once
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -110,6 +137,9 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
         access_log=False,
         server_header=False,
         timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
+        backlog=_ACCEPTED_AT_ONCE,
+        http=_Protocol,
+        ws="none",
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     http = _Uvicorn(config)
@@ -120,6 +150,8 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
         code = await _until_stopped(engine, service, stopping, url_of(listener))
         await _drain(engine, settings.shutdown_timeout)
     finally:
+        # What is still open now is cut off, and counted in our own log; uvicorn would print a traceback for each.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         http.should_exit = True
         await serving
         service.close()

@@ -46,6 +46,7 @@ class Service:
         self._serial = itertools.count()
         self._seeds = Random(secrets.randbits(64) if settings.seed is None else settings.seed)
         self._workers = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="large")
         self._scrapes = ThreadPoolExecutor(1, thread_name_prefix="metrics")
 
     @property
@@ -70,15 +71,19 @@ class Service:
         return next(self._serial)
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what would hold up the event loop (tokenizing, huge bodies) in a worker thread."""
+        """Run what would hold up the event loop in a worker thread."""
         return await asyncio.get_running_loop().run_in_executor(self._workers, lambda: function(*args, **kwargs))
+
+    async def in_large_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same for what takes long (huge bodies and answers), one at a time and out of everyone else's way."""
+        return await asyncio.get_running_loop().run_in_executor(self._large, lambda: function(*args, **kwargs))
 
     async def render_metrics(self) -> bytes:
         """The text of /metrics, made on a thread of its own: not even long prompts may delay a scrape."""
         return await asyncio.get_running_loop().run_in_executor(self._scrapes, self.metrics.render)
 
     def close(self) -> None:
-        for executor in (self._workers, self._scrapes):
+        for executor in (self._workers, self._large, self._scrapes):
             executor.shutdown(wait=False, cancel_futures=True)
 
 

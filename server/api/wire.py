@@ -122,7 +122,7 @@ class SamplingFields(_Strict):
     min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
     presence_penalty: float | None = Field(None, ge=-2, le=2, description="a number from -2 to 2")
     frequency_penalty: float | None = Field(None, ge=-2, le=2, description="a number from -2 to 2")
-    repetition_penalty: float | None = Field(None, gt=0, le=2, description="a number above 0, up to 2")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=2, description="a number from 0.01 to 2")
     logit_bias: Annotated[dict[int, float], PlainValidator(_logit_bias), WithJsonSchema(_BIAS)] = Field(
         default_factory=dict, description="an object from token ids to numbers from -100 to 100"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +59,16 @@ class Tokenizer:
     @property
     def spells(self) -> bool:
         return self._spell is not None
+
+    @cached_property
+    def longest_token(self) -> int | None:
+        """Bytes of the longest token, so that n bytes of text make at least n / longest_token tokens.
+
+        None where that does not follow: where tokens have no fixed bytes, or text is changed before it is encoded.
+        """
+        if self._backend is None or not self.spells or self._backend.normalizer is not None:
+            return None
+        return max(len(self.token_bytes(token_id) or b"") for token_id in range(self.vocab_size))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in it are recognised.

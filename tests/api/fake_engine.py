@@ -34,6 +34,7 @@ class ByteTokenizer:
     special_ids = frozenset({BOS, EOS})
     spells = True
     trims_start = False
+    longest_token = 1
 
     def __init__(self, adds_bos: bool = False) -> None:
         self.adds_bos = adds_bos
@@ -194,11 +195,14 @@ class FakeEngine:
     async def start(self) -> None:
         pass
 
-    def submit(self, request: GenerationRequest) -> FakeStream:
+    def submit(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
         if self.phase is not Phase.READY:
             raise EngineUnavailable("not ready", self.phase)
-        if len(self.open) >= self.max_open:
+        if len(self.open) + len(requests) > self.max_open:
             raise QueueFull(f"{len(self.open)} requests are open", retry_after=7)
+        return [self._submit(request) for request in requests]
+
+    def _submit(self, request: GenerationRequest) -> FakeStream:
         assert request.request_id not in self.open
         assert request.leader is None or request.leader in self.open
         stream = FakeStream(self, request, (self.tokens or _alphabet)(request)[: request.max_tokens])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import resource
 import sys
 import threading
 import time
@@ -46,11 +47,17 @@ class Engine(FakeEngine):
 
 
 def main(
-    load: str = "ready", step_seconds: float = 0.01, shutdown_timeout: float = 20, stop_hangs: bool = False
+    load: str = "ready",
+    step_seconds: float = 0.01,
+    shutdown_timeout: float = 20,
+    stop_hangs: bool = False,
+    max_descriptors: int | None = None,
 ) -> int:
+    if max_descriptors is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")
     engine = Engine(load, stop_hangs)
-    engine.step_seconds = 0.01
+    engine.step_seconds = step_seconds
     settings = ServeSettings(model="tiny", shutdown_timeout=shutdown_timeout)
     return asyncio.run(run(engine, Metrics(CollectorRegistry(), "tiny"), settings, bind("127.0.0.1", 0)))
 

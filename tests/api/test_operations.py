@@ -108,9 +108,8 @@ async def test_received_is_accepted_plus_refused(serve: Serve) -> None:
         assert (response.status_code, response.headers["retry-after"]) == (429, "7")
         error = response.json()["error"]
         assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
-        assert "3 requests" in error["message"] or "4 requests" in error["message"]
-        assert len(engine.open) == 3  # its first half was taken back
-        assert engine.streams[3].closed_by == "api"
+        assert "3 requests" in error["message"]
+        assert len(engine.streams) == 3  # all of a body is submitted, or none of it
         await served.post(prompt=7)
         engine.release()
         assert parse_events((await held).text)[-1] == "[DONE]"
@@ -118,10 +117,9 @@ async def test_received_is_accepted_plus_refused(serve: Serve) -> None:
         def received(streaming: str) -> float:
             return served.metric("requests_received_total", endpoint="completions", streaming=streaming)
 
-        assert (received("true"), received("false")) == (3, 3)
+        assert (received("true"), received("false")) == (3, 2)  # a body that is refused whole is one
         assert served.metric("request_rejections_total", reason="queue_full") == 1
         assert served.metric("request_rejections_total", reason="invalid") == 1
-        assert len(engine.streams) == 4
 
 
 async def test_request_ids(served: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -171,3 +172,22 @@ def test_nothing_heavy_is_imported_before_the_port_answers() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "False"
+
+
+async def test_running_out_of_descriptors_is_survived_quietly() -> None:
+    """It is said a few times a second, a running stream goes on, and afterwards everyone is served."""
+    async with started(max_descriptors=60) as server:
+        await server.says("ready: http")
+        host, port = str(server.client.base_url).removeprefix("http://").split(":")
+        body = {"prompt": "x", "max_tokens": 150, "stream": True}
+        async with server.client.stream("POST", PATH, json=body) as response:
+            idle = [socket.create_connection((host, int(port)), timeout=10) for _ in range(90)]
+            events = parse_events((await response.aread()).decode())
+        assert events[-1] == "[DONE]"
+        for connection in idle:
+            connection.close()
+        async with asyncio.timeout(20):
+            assert (await server.post()).status_code == 200
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.exit_code() == 0
+        assert 0 < server.log.count("out of system resource") < 100

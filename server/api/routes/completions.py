@@ -38,6 +38,8 @@ ENDPOINT = "completions"
 DEFAULT_MAX_TOKENS = 16
 # A larger body is parsed and checked in a worker, so that it does not delay other requests' tokens.
 _LARGE_BODY = 64 * 1024
+# An answer with more log-probabilities than this takes tens of milliseconds to write, which a worker then does.
+_MANY_SCORES = 10_000
 
 
 @router.post(
@@ -52,7 +54,7 @@ async def create_completion(request: Request) -> Response:
         service.ready_model()
         data = await read_body(request)
         large = len(data) > _LARGE_BODY
-        raw = await service.in_worker(parse_object, data) if large else parse_object(data)
+        raw = await service.in_large_worker(parse_object, data) if large else parse_object(data)
     watch = DisconnectWatch(request.receive)
     try:
         with counting_refusal(service, ENDPOINT, raw.get("stream") is True):
@@ -69,7 +71,13 @@ async def create_completion(request: Request) -> Response:
     finally:
         generation.close()
         watch.close()
-    return Response(json.dumps(answer).encode(), 200, job.headers, "application/json")
+    is_long = writer.num_scores > _MANY_SCORES
+    body = await service.in_large_worker(_dump, answer) if is_long else _dump(answer)
+    return Response(body, 200, job.headers, "application/json")
+
+
+def _dump(answer: CompletionBody) -> bytes:
+    return json.dumps(answer).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +98,15 @@ class Job:
         return self.body.n or 1
 
 
+def _check(raw: Mapping[str, Any]) -> tuple[list[str], CompletionRequest]:
+    """The fields nobody knows, and the checked body. Raises APIError."""
+    return check_unhandled(raw, CompletionRequest.model_fields.keys()), parse(CompletionRequest, raw)
+
+
 async def _prepare(service: Service, request_id: str, raw: Mapping[str, Any], large: bool) -> Job:
     """Everything that can be refused is refused here. Raises APIError."""
-    unknown = check_unhandled(raw, CompletionRequest.model_fields.keys())
-    body = await service.in_worker(parse, CompletionRequest, raw) if large else parse(CompletionRequest, raw)
+    worker = service.in_large_worker if large else service.in_worker
+    unknown, body = await worker(_check, raw) if large else _check(raw)
     model, tokenizer = service.ready_model()
     name = served_name(body.model, model)
     n = body.n or 1
@@ -110,7 +123,7 @@ async def _prepare(service: Service, request_id: str, raw: Mapping[str, Any], la
     if (body.min_tokens or 0) > max_tokens:
         raise invalid("min_tokens", f"'min_tokens' must be at most 'max_tokens', {max_tokens}; got {body.min_tokens}.")
     params = sampling_params(body, model, body.logprobs)
-    prompts = await service.in_worker(
+    prompts = await worker(
         tokenize,
         body.prompt,
         tokenizer,
@@ -168,6 +181,17 @@ class CompletionWriter:
         choices = range(len(job.requests))
         self._logprobs = [LogprobsWriter(job.tokenizer) for _ in choices] if job.body.logprobs is not None else []
         self._to_echo = set(choices) if job.body.echo else set()
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities in the whole answer, at most."""
+        body = self._job.body
+        if body.logprobs is None:
+            return 0
+        tokens = sum(request.max_tokens for request in self._job.requests)
+        if body.echo:
+            tokens += sum(len(request.prompt_ids) for request in self._job.requests)
+        return tokens * (1 + body.logprobs)
 
     async def whole(self) -> CompletionBody:
         job = self._job

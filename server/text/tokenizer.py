@@ -64,9 +64,10 @@ class Tokenizer:
     def longest_token(self) -> int | None:
         """Bytes of the longest token, so that n bytes of text make at least n / longest_token tokens.
 
-        None where that does not follow: where tokens have no fixed bytes, or text is changed before it is encoded.
+        None where that does not follow: where one token may stand for a whole run of unknown text (all but byte-level
+        tokenizers), or text is changed before it is encoded.
         """
-        if self._backend is None or not self.spells or self._backend.normalizer is not None:
+        if self._backend is None or self._spell is not _spell_byte_level or self._backend.normalizer is not None:
             return None
         return max(len(self.token_bytes(token_id) or b"") for token_id in range(self.vocab_size))
 

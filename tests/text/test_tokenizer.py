@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from server.text.tokenizer import Tokenizer
@@ -122,3 +124,18 @@ def test_the_embedded_tokenizer(embedded: Tokenizer) -> None:
         raw = embedded.token_bytes(token_id)
         assert raw is not None
         assert raw.decode(errors="replace") == embedded.decode([token_id], False)
+
+
+@given(text=st.text(min_size=1, max_size=200))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_makes_no_fewer_tokens_than_its_length_allows(kind: str, text: str) -> None:
+    tokenizer = made(kind)
+    if tokenizer.longest_token is not None:
+        assert len(tokenizer.encode(text)) >= len(text) // tokenizer.longest_token
+
+
+def test_the_longest_token_is_known_for_byte_level_tokenizers() -> None:
+    tokenizer = made("byte_level")
+    assert tokenizer.longest_token == max(len(tokenizer.token_bytes(i) or b"") for i in range(tokenizer.vocab_size))
+    assert tokenizer.longest_token is not None
+    assert [made(kind).longest_token for kind in KINDS if kind != "byte_level"] == [None] * (len(KINDS) - 1)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -199,6 +200,9 @@ class AsyncEngine:
     def _load(self) -> None:
         begun = time.monotonic()
         self._detail = "importing torch"
+        # Threads that spin between operations make a step several times slower as soon as anything else wants a core,
+        # and save nothing when nothing does. OpenMP reads this when torch is first imported.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from server.startup import start_up  # takes seconds: not before the port answers
 
         self.metrics.startup("import", time.monotonic() - begun)

@@ -14,7 +14,7 @@ from server.generation import ModelCard
 from server.kvpool.layout import CacheLayout
 from server.metrics import Metrics
 from server.model.loader import LoadedModel, load_model
-from server.model.memory import MemoryDivision, available_memory, divide_memory, startup_report
+from server.model.memory import MemoryDivision, available_memory, divide_memory, readable, startup_report
 from server.model.runner import ModelRunner
 from server.reports import ModelReport, StartupPhase
 from server.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -46,6 +46,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
     max_scored_tokens = min(256, limits.max_num_batched_tokens)
 
     report("measuring the largest step", 0.0)
+    logger.info("measuring the largest step")
     with _timed(metrics, "profile"):
         runner = device.submit(
             ModelRunner,
@@ -71,6 +72,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             max_model_len=loaded.max_model_len,
         )
         report("allocating the cache", 0.0)
+        logger.info("allocating a cache of %s", readable(division.pool_bytes))
         device.submit(runner.allocate, division.num_blocks).result()
 
     scheduler = Scheduler(
@@ -122,8 +124,9 @@ def _vocab_size(loaded: LoadedModel) -> int:
 def _announce(
     settings: ServeSettings, loaded: LoadedModel, runner: ModelRunner, card: ModelCard, division: MemoryDivision
 ) -> None:
+    names = ", ".join(card.served_names)
     for line in startup_report(
-        card.served_names[0],
+        loaded.root if names == loaded.root else f"{loaded.root}, served as {names}",
         card.dtype,
         str(loaded.device),
         runner.layout,

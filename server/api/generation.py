@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, TypeAlias
 
-from server.api.errors import APIError, refused, unavailable
+from server.api.errors import APIError, refused
 from server.api.exchange import Exchange
 from server.api.ports import Stream
 from server.api.service import Service
@@ -114,7 +114,11 @@ class Generation:
         self._finish.append(output.finish_reason)
         if output.finish_reason == "abort":
             if self._service.phase is not Phase.READY:
-                raise unavailable(self._service.phase, self._service.engine.status.detail)
+                raise APIError(
+                    503,
+                    "The server shut down before the answer was complete (--shutdown-timeout); ask another one.",
+                    code="shutdown",
+                )
             raise APIError(500, "The request was aborted by the server.", code="aborted")
 
     def usage(self) -> UsageBody:

@@ -17,8 +17,9 @@ class KVTensors:
     [tokens, dim]: torch's CPU kernel reads such runs in place, about 1.5 times as fast as rows that are kv_heads * dim
     apart. Layers of one shape share a tensor, so that a run can be sliced for all of them at once.
 
-    The memory starts zeroed. Readers must still never let a slot beyond a sequence's length, nor the trash block 0,
-    reach a result: a factor of zero does not stop a NaN.
+    The memory starts with whatever was there, so that a start does not wait for gigabytes to be written. Readers must
+    never let a slot beyond a sequence's length, nor the trash block 0, reach a result: a factor of zero does not stop
+    a NaN.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class _Stacks:
         for layer, shape in enumerate(shapes):
             members.setdefault(shape, []).append(layer)
         self.stacks = [
-            torch.zeros(len(layers), 1, heads, num_slots, dim, dtype=dtype, device=device)
+            torch.empty(len(layers), 1, heads, num_slots, dim, dtype=dtype, device=device)
             for (heads, dim), layers in members.items()
         ]
         order = [layer for layers in members.values() for layer in layers]

@@ -133,9 +133,11 @@ def _load_tokenizer(source: Source, settings: ServeSettings, report: Report) -> 
     if not any(path.is_file() for pattern in _VOCABULARIES for path in source.path.glob(pattern)):
         raise ModelLoadError(f"{source.root} has no tokenizer: none of {', '.join(_VOCABULARIES)} is in {source.path}")
     try:
-        return Tokenizer.load(str(source.path), None, settings.trust_remote_code)
+        tokenizer = Tokenizer.load(str(source.path), None, settings.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
         raise _failure(source, "its tokenizer cannot be loaded", error) from error
+    report("loading the tokenizer", 1.0)
+    return tokenizer
 
 
 def _dtype(asked: str, config: PretrainedConfig, device: torch.device) -> torch.dtype:

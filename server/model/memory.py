@@ -119,7 +119,7 @@ def startup_report(
     tokens = (division.num_blocks - 1) * layout.block_size
     sequences = (division.num_blocks - 1) // layout.blocks_for(max_model_len)
     fits = (
-        f"{sequences:,} sequences of {max_model_len:,} tokens"
+        f"{sequences:,} sequence{'s' if sequences > 1 else ''} of {max_model_len:,} tokens"
         if sequences
         else f"not one sequence of {max_model_len:,} tokens (the limit of a request is {tokens:,})"
     )

@@ -108,7 +108,7 @@ async def test_a_drain_has_an_end() -> None:
         while (await server.client.get("/health")).json()["running"] < 2:
             await asyncio.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
-        assert parse_events((await streamed).text)[-1]["error"]["code"] == "engine_draining"
+        assert parse_events((await streamed).text)[-1]["error"]["code"] == "shutdown"
         assert (await whole).status_code == 503
         assert await server.exit_code() == 0
         assert "still open after 0.3 seconds" in server.log

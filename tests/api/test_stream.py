@@ -116,7 +116,7 @@ async def test_a_drain_that_ran_out_of_time(serve: Serve) -> None:
         assert not await engine.drain(0.01)
         streamed, whole = [await task for task in tasks]
         (event,) = parse_events(streamed.text)
-        assert event["error"]["code"] == whole.json()["error"]["code"] == "engine_draining"
+        assert event["error"]["code"] == whole.json()["error"]["code"] == "shutdown"
         assert whole.status_code == 503
         assert engine.phase is Phase.DRAINING
 

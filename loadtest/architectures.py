@@ -25,6 +25,18 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
 }
 DROP = object()  # takes an option out of the common ones
+GPT2_NAMES = dict.fromkeys(
+    (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "max_position_embeddings",
+    ),
+    DROP,
+)
+"""Takes out the options that GPT-2 and others of its time name otherwise."""
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -61,18 +73,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "n_layer": 2,
         "n_head": 4,
         "n_positions": 256,
-        **dict.fromkeys(
-            (
-                "hidden_size",
-                "num_hidden_layers",
-                "num_attention_heads",
-                "num_key_value_heads",
-                "head_dim",
-                "intermediate_size",
-                "max_position_embeddings",
-            ),
-            DROP,
-        ),
+        "hidden_size": DROP,
+        **GPT2_NAMES,
     },
     "opt": {
         "ffn_dim": 96,

@@ -177,7 +177,11 @@ class ServeSettings(BaseSettings):
         le=2**20,
     )
     max_queued_requests: int = _option(
-        "Scheduling", 256, "requests that may wait; one more is answered with 429", ge=1, le=10**6
+        "Scheduling",
+        256,
+        "requests that may wait (one more is a 429), and sequences that one may ask for",
+        ge=1,
+        le=10**6,
     )
     admission: Literal["optimistic", "reserve"] = _option(
         "Scheduling",

@@ -10,7 +10,7 @@ AbortCause: TypeAlias = Literal["disconnect", "api", "shutdown"]
 DiscardReason: TypeAlias = Literal["preemption", "disconnect", "abort", "error"]
 MemoryKind: TypeAlias = Literal["weights", "kv_cache", "activations_peak", "device_free"]
 RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "loading", "draining", "dead"]
-StartupPhase: TypeAlias = Literal["import", "load_weights", "profile", "warmup", "total"]
+StartupPhase: TypeAlias = Literal["import", "load_weights", "profile", "total"]
 
 FINISH_REASONS = ("stop", "length", "abort", "error")
 WAIT_REASONS = ("slots", "kv_blocks", "token_budget", "shared_prompt")

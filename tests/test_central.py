@@ -175,7 +175,7 @@ def test_tokens_do_not_depend_on_the_company(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + max(chunk, block_size),
         prefix_caching=prefix_caching,
-        admission=admission,  # type: ignore[arg-type]
+        admission=admission,
     )
     outputs = serve(runners[block_size], work, config)
     for job, output in zip(work, outputs, strict=True):

@@ -83,7 +83,7 @@ def finished(**changes: object) -> FinishedReport:
         "decode_seconds": 0.4,
         "total_seconds": 0.51,
     }
-    return FinishedReport(**(report | changes))  # type: ignore[arg-type]
+    return FinishedReport(**(report | changes))
 
 
 def exercised(metrics: Metrics) -> Metrics:

@@ -10,7 +10,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -92,8 +92,8 @@ def url_of(listener: socket.socket) -> str:
 class _Protocol(H11Protocol):
     """Closes connections that never send a request; uvicorn's own timer starts with the first answer."""
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast(asyncio.Transport, transport))
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 

@@ -1,9 +1,9 @@
 """Free block ids kept as maximal runs of consecutive ids, so that a sequence's blocks stay next to each other.
 
-Contiguity costs a GPU kernel nothing and saves a CPU kernel most of its calls: a run of blocks is one strided view of
-the pool. A growing sequence therefore takes the id after its last one when that is free, and a sequence that must start
-a run somewhere else starts it in the middle of the largest free run, which leaves whoever ends before that run room to
-grow.
+Contiguity costs nothing, and a kernel that reads the pool through views (prompts, and half precision, on a CPU) takes
+one call for each run. A growing sequence therefore takes the id after its last one when that is free, and a sequence
+that must start a run somewhere else starts it in the middle of the largest free run, which leaves whoever ends before
+that run room to grow.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ async def test_a_fault_of_our_own_in_a_stream(served: Served, caplog: pytest.Log
     def broken(token_id: int) -> bytes:
         raise ZeroDivisionError("secret")
 
-    served.engine.bytes.token_bytes = broken  # type: ignore[method-assign]
+    served.engine.bytes.token_bytes = broken
     response = await served.post(prompt="x", stream=True, logprobs=2)
     (event,) = parse_events(response.text)
     assert event["error"]["code"] == "internal_error"

@@ -39,7 +39,7 @@ def divide(
 
 def refusal(available: int, **more: object) -> str:
     with pytest.raises(ModelLoadError) as caught:
-        divide(available, **more)  # type: ignore[arg-type]
+        divide(available, **more)
     return str(caught.value)
 
 
@@ -59,7 +59,7 @@ def test_exact_sizes_are_exact() -> None:
 
 def test_cpu_takes_no_more_than_the_sequences_can_use() -> None:
     settings = {"device": "cpu", "max_num_seqs": 3, "max_model_len": 17}
-    assert divide(10**6 * BLOCK, **settings).num_blocks == 1 + 3 * 2  # type: ignore[arg-type]
+    assert divide(10**6 * BLOCK, **settings).num_blocks == 1 + 3 * 2
     modest = divide(100 * BLOCK, step=20 * BLOCK, device="cpu")
     assert modest.num_blocks == 80 * CPU_SHARE
 

@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from loadtest.architectures import DROP, VOCAB, tiny_config, tiny_model
+from loadtest.architectures import DROP, GPT2_NAMES, VOCAB, tiny_config, tiny_model
 from server.kvpool.layout import AttentionKind
 from server.model.attention.cpu import CpuBackend
 from server.model.hook import UnexpectedAttention
@@ -46,17 +46,6 @@ def gemma3_with_vision() -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config)
 
 
-GPT2_NAMES = dict.fromkeys(
-    (
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "max_position_embeddings",
-    ),
-    DROP,
-)
 REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "bloom": (build("bloom", n_layer=2, n_head=4, **GPT2_NAMES), f"2 of its 2 layers {BYPASSES}"),
     "falcon": (

@@ -115,12 +115,12 @@ def test_runs_on_any_one_thread(runner: ModelRunner, plan: StepPlan) -> None:
 
 
 class NoLogitsToKeep(LlamaForCausalLM):
-    def forward(self, input_ids: Any = None, position_ids: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Any = None, position_ids: Any = None, use_cache: Any = None) -> Any:
         return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
 
 
 class NoLogitsToKeepGranite(GraniteForCausalLM):
-    def forward(self, input_ids: Any = None, position_ids: Any = None, use_cache: Any = None) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Any = None, position_ids: Any = None, use_cache: Any = None) -> Any:
         return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
 
 

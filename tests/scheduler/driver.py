@@ -24,7 +24,7 @@ def config(**changes: object) -> SchedulerConfig:
         "max_num_batched_tokens": 32,
         **changes,
     }
-    return SchedulerConfig(**values)  # type: ignore[arg-type]
+    return SchedulerConfig(**values)
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Driver:
         self, prompt: Sequence[int], max_tokens: int = 8, params: SamplingParams = GREEDY, **options: object
     ) -> Request:
         self._names += 1
-        return Request(f"r{self._names}", prompt, params, max_tokens, **options)  # type: ignore[arg-type]
+        return Request(f"r{self._names}", prompt, params, max_tokens, **options)
 
     def add(
         self, prompt: Sequence[int], max_tokens: int = 8, params: SamplingParams = GREEDY, **options: object

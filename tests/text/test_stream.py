@@ -18,7 +18,7 @@ BYTES = ["byte_level", "byte_fallback_bpe", "byte_fallback_unigram", "metaspace"
 
 def _stream(tokenizer: Tokenizer, prompt_ids: list[int], skip: bool = True, **options: object) -> TextStream:
     chosen = {"stop": (), "include_stop_str": False, "skip_special_tokens": skip, "min_tokens": 0} | options
-    return TextStream(tokenizer, prompt_ids, **chosen)  # type: ignore[arg-type]
+    return TextStream(tokenizer, prompt_ids, **chosen)
 
 
 def _run(stream: TextStream, ids: list[int]) -> list[Delta]:

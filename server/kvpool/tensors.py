@@ -17,9 +17,9 @@ class KVTensors:
     [tokens, dim]: torch's CPU kernel reads such runs in place, about 1.5 times as fast as rows that are kv_heads * dim
     apart. Layers of one shape share a tensor, so that a run can be sliced for all of them at once.
 
-    The memory starts with whatever was there, so that a start does not wait for gigabytes to be written. Readers must
-    never let a slot beyond a sequence's length, nor the trash block 0, reach a result: a factor of zero does not stop
-    a NaN.
+    The trash block starts zeroed, since the step that measures memory attends to it; the rest starts with whatever was
+    there, so that a start does not wait for gigabytes to be written. Readers must never let a slot beyond a sequence's
+    length, nor the trash block 0, reach a result: a factor of zero does not stop a NaN.
     """
 
     def __init__(
@@ -40,6 +40,8 @@ class KVTensors:
         self._values = _Stacks(
             [(layer.kv_heads, layer.value_dim) for layer in layers], num_blocks * block_size, dtype, device
         )
+        for stack in (*self._keys.stacks, *self._values.stacks):
+            stack.narrow(3, 0, block_size).zero_()
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,17 @@ def test_has_the_promised_shapes(pool: KVTensors) -> None:
         assert pool.values(layer).shape == (5, 4, layout.kv_heads, layout.value_dim)
 
 
+def test_the_trash_block_starts_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory the pool is given: the step that measures memory attends to the trash block."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+    pool = KVTensors(LAYERS, num_blocks=3, block_size=4, dtype=torch.float32, device=CPU)
+    for layer in range(len(LAYERS)):
+        assert not pool.keys(layer)[0].any()
+        assert not pool.values(layer)[0].any()
+        assert pool.keys(layer)[1:].isnan().all()
+
+
 def test_what_is_written_is_where_it_belongs_and_nowhere_else(pool: KVTensors) -> None:
     pool.fill_(float("nan"))
     slots = torch.tensor([6, 17, 7])

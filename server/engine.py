@@ -344,6 +344,7 @@ class AsyncEngine:
             salt=request.cache_salt,
             prompt_logprobs=request.prompt_logprobs,
             leader=leader.sequence if leader is not None else None,
+            constraint=request.constraint,
         )
         self._sessions[request.request_id] = Session(request, sequence, arrived)
         self._streams[request.request_id] = stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from server.step import SamplingParams, TokenLogprobs
+from server.step import Constraint, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,6 +20,10 @@ class GenerationRequest:
     leader: request id of a sibling with the same prompt (`n` > 1) whose prompt, once computed, this one shares.
     priority: lower runs earlier; equal ones run in order of arrival.
     cache_salt: prefixes are shared only between requests of the same salt.
+    constraint: the grammar that the output follows; each sequence has its own.
+    shown_special_ids: special tokens that stand in the text although `skip_special_tokens`.
+    queue_timeout, timeout: seconds from submission within which it must be admitted and must be finished.
+    tenant: whose share of the batch it counts towards, where sharing is fair.
     endpoint, streaming: labels of the metrics, nothing else.
     """
 
@@ -34,6 +38,11 @@ class GenerationRequest:
     leader: str | None = None
     priority: int = 0
     cache_salt: str = ""
+    constraint: Constraint | None = None
+    shown_special_ids: frozenset[int] = frozenset()
+    queue_timeout: float | None = None
+    timeout: float | None = None
+    tenant: str = ""
     endpoint: str = "completions"
     streaming: bool = False
 

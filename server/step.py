@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,27 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
 
+class Constraint(Protocol):
+    """What the next token of one sequence may be: a grammar and how far the sequence has come in it.
+
+    Between `fill_mask` and `accept` the state stays as it is, so a step may be planned and run again. It is used by one
+    thread at a time.
+    """
+
+    def fill_mask(self, mask: Int32Array) -> None:
+        """Write the permitted ids into `mask`, int32 [ceil(V / 32)]: bit `i % 32` of word `i // 32` for token id i."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Go on by a token that the mask permitted."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing but its end may follow."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class History:
     """The tokens a penalty looks at: `prompt` and `output` are int64 arrays, in order."""
@@ -81,6 +102,7 @@ class StepPlan:
     sample_rows: [S], the sequence (index into B) each sample belongs to.
     out_indices: [S], how many output tokens the sequence has already; selects the noise.
     params, histories: one for each sample; a history is None unless `params.needs_history`.
+    constraints: one for each sample, None where any token may be drawn; empty when nobody has one.
     score_targets: [P], the prompt token whose log-probability is wanted at each scored position.
     score_tops: [P], how many of the most likely tokens to report there.
     score_rows: [P], the sequence each scored position belongs to, ascending.
@@ -103,6 +125,7 @@ class StepPlan:
     score_tops: Int64Array
     score_rows: Int32Array
     num_decodes: int = 0
+    constraints: tuple[Constraint | None, ...] = ()
 
     @property
     def num_tokens(self) -> int:

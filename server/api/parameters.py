@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from server.api.errors import invalid, show
 
@@ -33,20 +33,18 @@ _NO_SAMPLER = "this sampler is not offered; temperature, top_k, top_p and min_p 
 _NO_SCORES = "use 'echo' with 'logprobs' to score a prompt"
 _NO_TOKEN_IDS = "answers hold text; use 'logprobs' for the tokens' strings"
 
-# name -> (what to do instead, values that ask for nothing)
-_UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
+Unsupported: TypeAlias = Mapping[str, tuple[str, tuple[object, ...]]]
+"""name -> (what to do instead, values that ask for nothing)"""
+
+COMMON: Unsupported = {
     "allowed_token_ids": ("use 'logit_bias'", ([],)),
     "audio": ("this is a text model", ()),
     "bad_words": ("use 'logit_bias'", ([],)),
-    "chat_template": ("this route has no template", ()),
-    "chat_template_kwargs": ("this route has no template", ({},)),
     "detokenize": ("text is always returned", (True,)),
     "dry_multiplier": (_NO_SAMPLER, (0,)),
     "dynatemp_range": (_NO_SAMPLER, (0,)),
     "early_stopping": ("beam search is not offered", ()),
     "ebnf": (_NO_STRUCTURE, ()),
-    "function_call": (_NO_TOOLS, ("none", "auto")),
-    "functions": (_NO_TOOLS, ([],)),
     "grammar": (_NO_STRUCTURE, ()),
     "guided_choice": (_NO_STRUCTURE, ()),
     "guided_decoding_backend": (_NO_STRUCTURE, ()),
@@ -61,18 +59,13 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "logits_processors": ("use 'logit_bias'", ([],)),
     "logprob_token_ids": (_NO_SCORES, ([],)),
     "lora_path": ("adapters are not offered", ()),
-    "max_completion_tokens": ("use 'max_tokens'", ()),
     "max_new_tokens": ("use 'max_tokens'", ()),
-    "messages": ("this route takes a 'prompt'", ()),
     "mirostat": (_NO_SAMPLER, (0,)),
     "modalities": ("this is a text model", (["text"],)),
     "n_predict": ("use 'max_tokens'", ()),
     "n_probs": ("use 'logprobs'", (0,)),
     "no_stop_trim": ("use 'include_stop_str_in_output'", ()),
-    "parallel_tool_calls": (_NO_TOOLS, (True,)),
     "prompt_embeds": ("use 'prompt'", ()),
-    "prompt_logprobs": (_NO_SCORES, ()),
-    "reasoning_effort": ("this route has no template", ()),
     "regex": (_NO_STRUCTURE, ()),
     "repeat_penalty": ("use 'repetition_penalty'", (1,)),
     "repetition_detection": ("use 'stop' or 'max_tokens'", ()),
@@ -86,13 +79,9 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "stream_interval": ("every token is sent as soon as it is certain", (1,)),
     "structural_tag": (_NO_STRUCTURE, ()),
     "structured_outputs": (_NO_STRUCTURE, ()),
-    "suffix": ("this server does not fill in the middle; put all text into 'prompt'", ()),
     "tfs_z": (_NO_SAMPLER, (1,)),
     "thinking_token_budget": ("use 'max_tokens'", ()),
-    "tool_choice": (_NO_TOOLS, ("none", "auto")),
-    "tools": (_NO_TOOLS, ([],)),
     "top_a": (_NO_SAMPLER, (0,)),
-    "top_logprobs": ("use 'logprobs': it is a number here", (0,)),
     "top_n_sigma": (_NO_SAMPLER, (-1, 0)),
     "truncate_prompt_tokens": ("shorten the prompt before it is sent", ()),
     "typical_p": (_NO_SAMPLER, (1,)),
@@ -100,17 +89,34 @@ _UNSUPPORTED: dict[str, tuple[str, tuple[object, ...]]] = {
     "xtc_probability": (_NO_SAMPLER, (0,)),
 }
 
+COMPLETIONS: Unsupported = {
+    **COMMON,
+    "chat_template": ("this route has no template", ()),
+    "chat_template_kwargs": ("this route has no template", ({},)),
+    "function_call": (_NO_TOOLS, ("none", "auto")),
+    "functions": (_NO_TOOLS, ([],)),
+    "max_completion_tokens": ("use 'max_tokens'", ()),
+    "messages": ("this route takes a 'prompt'", ()),
+    "parallel_tool_calls": (_NO_TOOLS, (True,)),
+    "prompt_logprobs": (_NO_SCORES, ()),
+    "reasoning_effort": ("this route has no template", ()),
+    "suffix": ("this server does not fill in the middle; put all text into 'prompt'", ()),
+    "tool_choice": (_NO_TOOLS, ("none", "auto")),
+    "tools": (_NO_TOOLS, ([],)),
+    "top_logprobs": ("use 'logprobs': it is a number here", (0,)),
+}
 
-def check_unhandled(body: Mapping[str, Any], handled: Collection[str]) -> list[str]:
-    """Names of the unknown fields of `body`. Raises APIError 400 for one that is known and asks for something."""
+
+def check_unhandled(body: Mapping[str, Any], handled: Collection[str], unsupported: Unsupported) -> list[str]:
+    """Names of the unknown fields of `body`. Raises APIError 400 for an `unsupported` one that asks for something."""
     unknown: list[str] = []
     for name, value in body.items():
         if name in handled or name in HARMLESS:
             continue
         if name == "best_of":
             _check_best_of(value, body.get("n"))
-        elif name in _UNSUPPORTED:
-            hint, neutral = _UNSUPPORTED[name]
+        elif name in unsupported:
+            hint, neutral = unsupported[name]
             if value is not None and value is not False and value != "" and value not in neutral:
                 raise invalid(name, f"'{name}' is not supported: {hint}.", "unsupported_parameter")
         else:

@@ -140,6 +140,8 @@ class SamplingFields(_Strict):
         None, ge=-(2**31), le=2**31 - 1, description="an integer of 32 bits, lower runs earlier"
     )
     cache_salt: Text | None = Field(None, max_length=256, description="a string of up to 256 characters")
+    queue_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
+    request_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
 
 
 class CompletionRequest(SamplingFields):

@@ -62,6 +62,7 @@ def build_plan(step: int, scheduled: Sequence[tuple[Request, int]], block_size: 
         score_targets=np.array(score_targets, dtype=np.int64),
         score_tops=np.array(score_tops, dtype=np.int64),
         score_rows=np.array(score_rows, dtype=np.int32),
+        constraints=tuple(request.constraint for _, request in samples),
         num_decodes=sum(not request.is_prefilling for request, _ in scheduled),
     )
 

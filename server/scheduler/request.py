@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 
 from server.kvpool.prefix import PrefixNode
-from server.step import Int32Array, Int64Array, SamplingParams
+from server.step import Constraint, Int32Array, Int64Array, SamplingParams
 
 
 class Status(Enum):
@@ -28,12 +28,13 @@ class Request:
     max_tokens: most tokens to generate; 0 computes the prompt only.
     prompt_logprobs: None, or how many top tokens to report at each prompt position; such a request does not read the
         prefix cache, since cached positions have no logits.
+    constraint: the grammar that the output follows; the scheduler only hands it on.
     leader: a sibling with the same prompt which is to compute it first, so that this one finds it in the prefix cache.
     """
 
     __slots__ = (
-        "arrival", "block_ids", "chain", "keys", "leader", "max_tokens", "node", "num_blocks", "num_cached",
-        "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_published", "num_scored",
+        "arrival", "block_ids", "chain", "constraint", "keys", "leader", "max_tokens", "node", "num_blocks",
+        "num_cached", "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_published", "num_scored",
         "num_tokens", "params", "priority", "prompt_logprobs", "request_id", "salt", "status", "token_ids",
     )  # fmt: skip
 
@@ -48,6 +49,7 @@ class Request:
         salt: str = "",
         prompt_logprobs: int | None = None,
         leader: Request | None = None,
+        constraint: Constraint | None = None,
     ) -> None:
         if not len(prompt_ids):
             raise ValueError("a prompt needs at least one token")
@@ -58,6 +60,7 @@ class Request:
         self.salt = salt
         self.prompt_logprobs = prompt_logprobs
         self.leader = leader
+        self.constraint = constraint
         self.arrival = -1  # set by the scheduler
 
         self.num_prompt = len(prompt_ids)

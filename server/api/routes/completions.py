@@ -19,15 +19,15 @@ from server.api.errors import invalid
 from server.api.exchange import exchange_of
 from server.api.generation import Generation, counting_refusal
 from server.api.logprobs import LogprobsWriter
-from server.api.parameters import IGNORED_HEADER, check_unhandled, ignored_header
+from server.api.parameters import COMPLETIONS, IGNORED_HEADER, check_unhandled, ignored_header
 from server.api.prompts import TokenizedPrompt, tokenize
 from server.api.sampling import output_cap, sampling_params, sibling
+from server.api.sequences import sequences
 from server.api.service import Service, served_name, service_of
 from server.api.sse import DONE, EventStream, event
 from server.api.watch import DisconnectWatch
 from server.api.wire import ChoiceBody, CompletionBody, CompletionRequest, LogprobsBody, parse, request_schema
 from server.generation import GenerationRequest, Output
-from server.step import SamplingParams
 
 if TYPE_CHECKING:
     from server.text.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ class Job:
 
 def _check(raw: Mapping[str, Any]) -> tuple[list[str], CompletionRequest]:
     """The fields nobody knows, and the checked body. Raises APIError."""
-    return check_unhandled(raw, CompletionRequest.model_fields.keys()), parse(CompletionRequest, raw)
+    return check_unhandled(raw, CompletionRequest.model_fields.keys(), COMPLETIONS), parse(CompletionRequest, raw)
 
 
 async def _prepare(service: Service, request_id: str, raw: Mapping[str, Any], large: bool) -> Job:
@@ -138,38 +138,19 @@ async def _prepare(service: Service, request_id: str, raw: Mapping[str, Any], la
     requests: list[GenerationRequest] = []
     for prompt, cap in zip(prompts, caps, strict=True):
         seed = service.fresh_seed() if body.seed is None else body.seed
-        requests += _sequences(body, prompt, [sibling(params, seed, i) for i in range(n)], cap, prefix, len(requests))
-    headers = {IGNORED_HEADER: ignored_header(unknown)} if unknown else {}
-    return Job(body, f"cmpl-{request_id}", name, tokenizer, prompts, requests, headers)
-
-
-def _sequences(
-    body: CompletionRequest,
-    prompt: TokenizedPrompt,
-    params: Sequence[SamplingParams],
-    max_tokens: int,
-    prefix: str,
-    first: int,
-) -> list[GenerationRequest]:
-    """One sequence for each of `params`, numbered from `first` on; the first computes the prompt that all share."""
-    return [
-        GenerationRequest(
-            request_id=f"{prefix}/{first + i}",
-            prompt_ids=prompt.ids,
-            params=own,
-            max_tokens=max_tokens,
-            stop=tuple(body.stop),
-            include_stop_str=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            prompt_logprobs=body.logprobs if body.echo else None,
-            leader=f"{prefix}/{first}" if i else None,
-            priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+        requests += sequences(
+            body,
+            prompt.ids,
+            [sibling(params, seed, i) for i in range(n)],
+            cap,
+            prefix=prefix,
+            first=len(requests),
             endpoint=ENDPOINT,
             streaming=bool(body.stream),
+            prompt_logprobs=body.logprobs if body.echo else None,
         )
-        for i, own in enumerate(params)
-    ]
+    headers = {IGNORED_HEADER: ignored_header(unknown)} if unknown else {}
+    return Job(body, f"cmpl-{request_id}", name, tokenizer, prompts, requests, headers)
 
 
 class CompletionWriter:

@@ -1,0 +1,53 @@
+"""From a checked body and its tokenized prompt to the sequences that the engine is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from server.api.wire import SamplingFields
+from server.generation import GenerationRequest
+from server.step import Constraint, SamplingParams
+
+
+def sequences(
+    body: SamplingFields,
+    prompt_ids: tuple[int, ...],
+    params: Sequence[SamplingParams],
+    max_tokens: int,
+    *,
+    prefix: str,
+    first: int,
+    endpoint: str,
+    streaming: bool,
+    tenant: str = "",
+    prompt_logprobs: int | None = None,
+    shown_special_ids: frozenset[int] = frozenset(),
+    constrain: Callable[[], Constraint] | None = None,
+) -> list[GenerationRequest]:
+    """One sequence for each of `params`, with ids `prefix/first` and on; the first computes the prompt all share.
+
+    constrain: makes each sequence's own state of the grammar that they follow.
+    """
+    return [
+        GenerationRequest(
+            request_id=f"{prefix}/{first + i}",
+            prompt_ids=prompt_ids,
+            params=own,
+            max_tokens=max_tokens,
+            stop=tuple(body.stop),
+            include_stop_str=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            prompt_logprobs=prompt_logprobs,
+            leader=f"{prefix}/{first}" if i else None,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+            constraint=constrain() if constrain is not None else None,
+            shown_special_ids=shown_special_ids,
+            queue_timeout=body.queue_timeout,
+            timeout=body.request_timeout,
+            tenant=tenant,
+            endpoint=endpoint,
+            streaming=streaming,
+        )
+        for i, own in enumerate(params)
+    ]

@@ -103,7 +103,7 @@ class StreamOptions(_Strict):
     include_obfuscation: bool | None = Field(None, description="true or false")
 
 
-class SamplingFields(_Strict):
+class DecodingFields(_Strict):
     """What every generating route takes; null is the same as absent.
 
     Defaults of temperature, top_k, top_p, min_p and repetition_penalty are the model's own (its generation config),
@@ -111,10 +111,7 @@ class SamplingFields(_Strict):
     """
 
     model: Text | None = Field(None, description="a string, the name of a served model")
-    n: int | None = Field(None, ge=1, le=MAX_N, description=f"an integer from 1 to {MAX_N}")
     stream: bool | None = Field(None, description="true or false")
-    stream_options: StreamOptions | None = Field(None, description="an object")
-    max_tokens: int | None = Field(None, ge=0, description="an integer of at least 0")
     min_tokens: int | None = Field(None, ge=0, description="an integer of at least 0")
     temperature: float | None = Field(None, ge=0, le=2, description="a number from 0 to 2")
     top_k: int | None = Field(None, ge=-1, description="an integer of at least 1, or 0 or -1 for no limit")
@@ -127,9 +124,6 @@ class SamplingFields(_Strict):
         default_factory=dict, description="an object from token ids to numbers from -100 to 100"
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="an integer of 64 bits")
-    stop: Annotated[list[str], PlainValidator(_stop), WithJsonSchema(_STOP)] = Field(
-        default_factory=list, description=f"a string or up to {MAX_STOP_STRINGS} strings, none empty"
-    )
     stop_token_ids: Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_IDS)] = Field(
         default_factory=list, description="a list of token ids"
     )
@@ -142,6 +136,17 @@ class SamplingFields(_Strict):
     cache_salt: Text | None = Field(None, max_length=256, description="a string of up to 256 characters")
     queue_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
     request_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
+
+
+class SamplingFields(DecodingFields):
+    """The same under OpenAI's names for completions and chat."""
+
+    n: int | None = Field(None, ge=1, le=MAX_N, description=f"an integer from 1 to {MAX_N}")
+    stream_options: StreamOptions | None = Field(None, description="an object")
+    max_tokens: int | None = Field(None, ge=0, description="an integer of at least 0")
+    stop: Annotated[list[str], PlainValidator(_stop), WithJsonSchema(_STOP)] = Field(
+        default_factory=list, description=f"a string or up to {MAX_STOP_STRINGS} strings, none empty"
+    )
 
 
 class CompletionRequest(SamplingFields):

@@ -342,6 +342,7 @@ class AsyncEngine:
             request.max_tokens,
             priority=request.priority,
             salt=request.cache_salt,
+            read_cache=request.read_cache,
             prompt_logprobs=request.prompt_logprobs,
             leader=leader.sequence if leader is not None else None,
             constraint=request.constraint,

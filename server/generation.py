@@ -20,6 +20,7 @@ class GenerationRequest:
     leader: request id of a sibling with the same prompt (`n` > 1) whose prompt, once computed, this one shares.
     priority: lower runs earlier; equal ones run in order of arrival.
     cache_salt: prefixes are shared only between requests of the same salt.
+    read_cache: whether blocks that other requests computed may be used; without, siblings compute the prompt each.
     constraint: the grammar that the output follows; each sequence has its own.
     shown_special_ids: special tokens that stand in the text although `skip_special_tokens`.
     queue_timeout, timeout: seconds from submission within which it must be admitted and must be finished.
@@ -38,6 +39,7 @@ class GenerationRequest:
     leader: str | None = None
     priority: int = 0
     cache_salt: str = ""
+    read_cache: bool = True
     constraint: Constraint | None = None
     shown_special_ids: frozenset[int] = frozenset()
     queue_timeout: float | None = None

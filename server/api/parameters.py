@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
-from server.api.errors import invalid, show
+from server.api.errors import invalid
 
 IGNORED_HEADER = "x-sluice-ignored-parameters"
 
@@ -39,6 +39,7 @@ Unsupported: TypeAlias = Mapping[str, tuple[str, tuple[object, ...]]]
 COMMON: Unsupported = {
     "allowed_token_ids": ("use 'logit_bias'", ([],)),
     "audio": ("this is a text model", ()),
+    "best_of": ("ask for that many with 'n' and choose", (1,)),
     "bad_words": ("use 'logit_bias'", ([],)),
     "detokenize": ("text is always returned", (True,)),
     "dry_multiplier": (_NO_SAMPLER, (0,)),
@@ -113,21 +114,13 @@ def check_unhandled(body: Mapping[str, Any], handled: Collection[str], unsupport
     for name, value in body.items():
         if name in handled or name in HARMLESS:
             continue
-        if name == "best_of":
-            _check_best_of(value, body.get("n"))
-        elif name in unsupported:
+        if name in unsupported:
             hint, neutral = unsupported[name]
             if value is not None and value is not False and value != "" and value not in neutral:
                 raise invalid(name, f"'{name}' is not supported: {hint}.", "unsupported_parameter")
         else:
             unknown.append(name)
     return unknown
-
-
-def _check_best_of(value: object, n: object) -> None:
-    if value is not None and value != (1 if n is None else n):
-        message = f"'best_of' is not supported beyond 'n'; got {show(value)}. Ask for that many with 'n' and choose."
-        raise invalid("best_of", message, "unsupported_parameter")
 
 
 def ignored_header(names: Collection[str]) -> str:

@@ -33,21 +33,27 @@ def tokenize(
     skip_special_tokens: bool = True,
     echo: bool = False,
     continued: bool = True,
+    keep: int | None = None,
 ) -> list[TokenizedPrompt]:
     """Each prompt's ids, at least one of them. Raises APIError 400.
 
     continued: whether an output follows, to which a character belongs that the prompt begins and does not end.
+    keep: how many of the last ids are kept, None for all; a beginning-of-text token stays at the front.
     """
     tokenized: list[TokenizedPrompt] = []
     for prompt in prompts:
         if isinstance(prompt, str):
-            _check_length(prompt, tokenizer, model)
+            if keep is None:
+                _check_length(prompt, tokenizer, model)
             ids = tokenizer.encode(prompt, add_special_tokens)
             if not ids:
                 raise invalid("prompt", f"'prompt' holds no tokens; send text{_or_bos(tokenizer)}.")
         else:
             ids = prompt
         check_ids("prompt", ids, model)  # also of text: a tokenizer may have tokens that the model has no place for
+        if keep is not None and len(ids) > keep:
+            head = ids[:1] if keep > 1 and ids[0] == tokenizer.bos_token_id else []
+            prompt = ids = head + ids[len(ids) - keep + len(head) :]
         # A prompt too long for the model is refused by its length; its echo would only cost time.
         if echo and len(ids) <= model.max_model_len:
             tokenized.append(TokenizedPrompt(tuple(ids), _echo(prompt, ids, tokenizer, skip_special_tokens, continued)))

@@ -26,6 +26,7 @@ def sequences(
 ) -> list[GenerationRequest]:
     """One sequence for each of `params`, with ids `prefix/first` and on; the first computes the prompt all share.
 
+    prompt_logprobs: the first sequence alone reports the scores of the prompt, which are the same for all.
     constrain: makes each sequence's own state of the grammar that they follow.
     """
     return [
@@ -37,10 +38,11 @@ def sequences(
             stop=tuple(body.stop),
             include_stop_str=bool(body.include_stop_str_in_output),
             skip_special_tokens=body.skip_special_tokens is not False,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=None if i else prompt_logprobs,
             leader=f"{prefix}/{first}" if i else None,
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            read_cache=body.cache_prompt is not False,
             constraint=constrain() if constrain is not None else None,
             shown_special_ids=shown_special_ids,
             queue_timeout=body.queue_timeout,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NotRequired, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 from typing_extensions import TypedDict
@@ -23,7 +23,7 @@ MAX_N = 128
 Prompt = str | list[int]
 
 
-def _text(value: str) -> str:
+def check_text(value: str) -> str:
     """JSON can spell half of a surrogate pair, which is no character and cannot be encoded."""
     if re.search("[\ud800-\udfff]", value):
         raise ValueError("text with an unpaired surrogate is not Unicode")
@@ -41,7 +41,7 @@ def _prompts(value: object) -> list[Prompt]:
         raise ValueError("'prompt' is an empty list; send at least one token id or one prompt.")
     for index, item in enumerate(items):
         if isinstance(item, str):
-            _text(item)
+            check_text(item)
         elif not _is_ids(item):
             where = f"'prompt[{index}]'" if isinstance(value, list) else "'prompt'"
             if item == []:
@@ -57,7 +57,7 @@ def _stop(value: object) -> list[str]:
     for item in items:
         if not isinstance(item, str):
             raise ValueError(f"'stop' must be a string or a list of strings; got {show(item)}.")
-        if not 0 < len(_text(item)) <= MAX_STOP_LENGTH:
+        if not 0 < len(check_text(item)) <= MAX_STOP_LENGTH:
             raise ValueError(f"a 'stop' string must have 1 to {MAX_STOP_LENGTH} characters; got {len(item)}.")
     return items
 
@@ -86,7 +86,13 @@ def _token_ids(value: object) -> list[int]:
     return value
 
 
-Text = Annotated[str, AfterValidator(_text)]
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("must be an integer of at least 1, or -1 to keep what fits beside 'max_tokens'; got 0")
+    return value
+
+
+Text = Annotated[str, AfterValidator(check_text)]
 _IDS = {"type": "array", "items": {"type": "integer"}}
 _PROMPT = {"anyOf": [{"type": "string"}, _IDS, {"type": "array", "items": {"anyOf": [{"type": "string"}, _IDS]}}]}
 _STOP = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS}]}
@@ -134,6 +140,7 @@ class DecodingFields(_Strict):
         None, ge=-(2**31), le=2**31 - 1, description="an integer of 32 bits, lower runs earlier"
     )
     cache_salt: Text | None = Field(None, max_length=256, description="a string of up to 256 characters")
+    cache_prompt: bool | None = Field(None, description="true, or false to compute the prompt anew")
     queue_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
     request_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
 
@@ -157,7 +164,13 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = Field(None, description="true or false")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description=f"an integer from 1 to {MAX_N}, at least 'n'")
     add_special_tokens: bool | None = Field(None, description="true or false")
+    truncate_prompt_tokens: Annotated[int | None, AfterValidator(_not_zero)] = Field(
+        None, ge=-1, description="an integer of at least 1, or -1 to keep what fits beside 'max_tokens'"
+    )
+    return_token_ids: bool | None = Field(None, description="true or false")
+    return_tokens_as_token_ids: bool | None = Field(None, description="true or false")
 
 
 Body = TypeVar("Body", bound=_Strict)
@@ -219,6 +232,8 @@ class ChoiceBody(TypedDict):
     logprobs: LogprobsBody | None
     finish_reason: str | None
     stop_reason: str | int | None
+    prompt_token_ids: NotRequired[list[int]]
+    token_ids: NotRequired[list[int]]
 
 
 class CompletionBody(TypedDict):

@@ -29,13 +29,17 @@ class Request:
     prompt_logprobs: None, or how many top tokens to report at each prompt position; such a request does not read the
         prefix cache, since cached positions have no logits.
     constraint: the grammar that the output follows; the scheduler only hands it on.
+    read_cache: whether it may use blocks that others computed; its own are offered to them all the same.
     leader: a sibling with the same prompt which is to compute it first, so that this one finds it in the prefix cache.
+    tenant: whom its tokens are counted for, where the batch is shared fairly.
+    order: who goes first in the batch, and whoever is last by it is preempted first; set by the scheduler.
     """
 
     __slots__ = (
         "arrival", "block_ids", "chain", "constraint", "keys", "leader", "max_tokens", "node", "num_blocks",
         "num_cached", "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_published", "num_scored",
-        "num_tokens", "params", "priority", "prompt_logprobs", "request_id", "salt", "status", "token_ids",
+        "num_tokens", "order", "params", "priority", "prompt_logprobs", "read_cache", "request_id", "salt", "status",
+        "tenant", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -47,9 +51,11 @@ class Request:
         *,
         priority: int = 0,
         salt: str = "",
+        read_cache: bool = True,
         prompt_logprobs: int | None = None,
         leader: Request | None = None,
         constraint: Constraint | None = None,
+        tenant: str = "",
     ) -> None:
         if not len(prompt_ids):
             raise ValueError("a prompt needs at least one token")
@@ -58,10 +64,13 @@ class Request:
         self.max_tokens = max_tokens
         self.priority = priority
         self.salt = salt
+        self.read_cache = read_cache
         self.prompt_logprobs = prompt_logprobs
         self.leader = leader
         self.constraint = constraint
+        self.tenant = tenant
         self.arrival = -1  # set by the scheduler
+        self.order = (priority, self.arrival)
 
         self.num_prompt = len(prompt_ids)
         self.num_tokens = self.num_prompt
@@ -80,11 +89,6 @@ class Request:
         self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.num_preemptions = 0
         self.num_lost = 0  # tokens that were computed when it was last preempted
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """Who goes first, both in the queue and in the batch; whoever is last by it is preempted first."""
-        return (self.priority, self.arrival)
 
     @property
     def num_outputs(self) -> int:

@@ -9,8 +9,8 @@ It has no clock, no threads and no tensors, so the same calls always lead to the
 
 Why everything finishes. A request is refused on arrival unless it fits the pool alone. Admission takes the blocks of
 the whole prompt, so two half-computed prompts cannot starve each other. When blocks run out, the last request by
-(priority, arrival) is preempted and goes back to its place at the front of the queue, so the first running request can
-always take what it needs from the others and each step computes at least one token of it.
+its `order` is preempted and goes back to its place at the front of the queue, so the first running request can always
+take what it needs from the others and each step computes at least one token of it.
 
 Why nobody stalls. Each step computes at most `max_num_batched_tokens` tokens. Decoding requests take theirs first, one
 each, so a long prompt delays them by no more than one such step; the rest, at least `block_size` tokens, goes to
@@ -26,6 +26,7 @@ from typing import Literal
 
 from server.kvpool.blocks import BlockPool
 from server.kvpool.prefix import PrefixCache, PrefixNode
+from server.scheduler.fairness import TokenCounters
 from server.scheduler.plan import build_plan
 from server.scheduler.request import Request, Status
 from server.step import StepPlan, StepResult, TokenLogprobs
@@ -43,6 +44,7 @@ class SchedulerConfig:
     max_scored_tokens: prompt positions one step may score, which bounds the memory of their logits.
     admission: "optimistic" admits while the prompt fits beside one block for each running request; "reserve" only while
         every admitted request can also reach its `max_tokens`, so that nothing is ever preempted.
+    policy: who starts next: "fcfs" by (priority, arrival), "fair" by what their tenants have had (see `fairness`).
     """
 
     block_size: int
@@ -52,6 +54,7 @@ class SchedulerConfig:
     max_scored_tokens: int = 256
     prefix_caching: bool = True
     admission: Literal["optimistic", "reserve"] = "optimistic"
+    policy: Literal["fcfs", "fair"] = "fcfs"
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs + self.block_size:
@@ -110,6 +113,7 @@ class Scheduler:
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.admitted: list[Request] = []  # by the last plan, for the first time
+        self.counters = TokenCounters() if config.policy == "fair" else None
         self._in_flight: list[tuple[Request, int]] = []
         self._arrivals = 0
         self._steps = 0
@@ -136,17 +140,21 @@ class Scheduler:
                 f"the pool has {self.capacity_tokens}"
             )
         request.arrival = self._arrivals
+        # Between tenants nobody's priority may count, or each would claim the highest.
+        request.order = (request.priority if self.counters is None else 0, request.arrival)
         self._arrivals += 1
-        insort(self.waiting, request, key=_order)
+        self._enqueue(request)
 
     def abort(self, request: Request) -> None:
         """End a request in any state; its blocks are free at once, or after the step that is computing it."""
+        if not request.prompt_is_computed:
+            self._hand_over(request)
         if request.status is Status.RUNNING:
             self.running.remove(request)
             if not any(request is flying for flying, _ in self._in_flight):
                 self._release(request)
         elif request.status is Status.WAITING:
-            self.waiting.remove(request)
+            self._dequeue(request)
         request.status = Status.FINISHED
 
     def preempt(self, request: Request) -> None:
@@ -160,7 +168,7 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_preemptions += 1
         self._preemptions += 1
-        insort(self.waiting, request, key=_order)
+        self._enqueue(request)
 
     def plan(self) -> StepPlan | None:
         """Choose what the next step computes; None when nothing is to do. Each plan must be committed or failed."""
@@ -226,6 +234,8 @@ class Scheduler:
             if index is not None:
                 token_id = int(result.token_ids[index])
                 request.append_token(token_id)
+                if self.counters is not None:
+                    self.counters.charge(request.tenant, output_tokens=1)
                 finish_reason = self._finish_reason(request, token_id)
                 progress.append(Progress(request, token_id, result.logprobs[index], scored, finish_reason))
             else:
@@ -275,6 +285,8 @@ class Scheduler:
         self.pool.check_integrity(request.blocks for request in (*self.running, *aborted))
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
+        if self.counters is not None:
+            self.counters.check_integrity(self.waiting)
         assert len(self.running) <= self.config.max_num_seqs, "more requests run than may"
         for queue, status in ((self.running, Status.RUNNING), (self.waiting, Status.WAITING)):
             assert all(request.status is status for request in queue), f"a request in the wrong list: {status}"
@@ -286,6 +298,24 @@ class Scheduler:
         for request in self.waiting:
             assert request.num_blocks == 0, "a waiting request holds blocks"
             assert request.num_computed == 0, "a waiting request has computed tokens"
+
+    def _enqueue(self, request: Request) -> None:
+        insort(self.waiting, request, key=_order)
+        if self.counters is not None:
+            self.counters.enter(request.tenant)
+
+    def _dequeue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        if self.counters is not None:
+            self.counters.leave(request.tenant)
+
+    def _hand_over(self, leader: Request) -> None:
+        """The next of the siblings that wait for a prompt computes it, when `leader` will not."""
+        heir = None
+        for request in self.waiting:
+            if request.leader is leader:
+                request.leader = heir
+                heir = heir or request
 
     def _has_block_for_next_token(self, request: Request) -> bool:
         """Make sure the next token of a decoding request has a slot; False when no block is left."""
@@ -306,7 +336,7 @@ class Scheduler:
 
     def _admit(self, scheduled: list[tuple[Request, int]], budget: int, score_budget: int) -> None:
         """Move requests from the queue into the batch, in order, until one does not fit."""
-        for request in list(self.waiting):
+        for request in list(self.waiting) if self.counters is None else self.counters.in_turn(self.waiting):
             if len(self.running) >= self.config.max_num_seqs:
                 self._blocked_by = "slots"
                 return
@@ -334,6 +364,7 @@ class Scheduler:
             and not leader.prompt_is_computed
             and request.num_outputs == 0
             and request.is_scored
+            and request.read_cache
         )
 
     def _take_blocks(self, request: Request) -> bool:
@@ -350,7 +381,7 @@ class Scheduler:
         if wanted > available:
             return False
 
-        self.waiting.remove(request)
+        self._dequeue(request)
         self.pool.acquire(hits)  # before allocating, which might otherwise evict them
         request.append_blocks(hits)
         request.append_blocks(self.pool.allocate(needed, after=hits[-1] if hits else None))
@@ -361,15 +392,18 @@ class Scheduler:
         insort(self.running, request, key=_order)
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
-            self._queried_tokens += request.num_prompt if self.prefix_cache is not None else 0
+            if self.prefix_cache is not None and request.read_cache:
+                self._queried_tokens += request.num_prompt
             self._hit_tokens += request.num_cached
             self.admitted.append(request)
+            if self.counters is not None:
+                self.counters.charge(request.tenant, input_tokens=request.num_prompt - request.num_cached)
         else:
             self._recomputed_tokens += max(0, request.num_lost - request.num_computed)
         return True
 
     def _match(self, request: Request) -> list[PrefixNode]:
-        if self.prefix_cache is None or not request.is_scored:
+        if self.prefix_cache is None or not request.is_scored or not request.read_cache:
             return []
         tokens = request.token_ids[: request.num_tokens]
         self.prefix_cache.extend_keys(request.keys, tokens, request.salt)

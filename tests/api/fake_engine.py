@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from server.generation import (
     EngineStatus,
@@ -50,10 +50,10 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < 256 else (b"<s>", b"</s>")[token_id - BOS]
 
 
-def token_logprob(token_id: int, top: int) -> TokenLogprobs:
+def token_logprob(token_id: int, top: int, logprob: float = -0.5) -> TokenLogprobs:
     """The token itself is the likeliest; the next ids follow."""
-    others = tuple(((token_id + k) % 256, -0.5 - k) for k in range(top))
-    return TokenLogprobs(token_id, -0.5, others)
+    others = tuple(((token_id + k) % 256, logprob - k) for k in range(top))
+    return TokenLogprobs(token_id, logprob, others)
 
 
 class FakeStream:
@@ -96,7 +96,8 @@ class FakeStream:
         for index, piece in enumerate(pieces):
             token = tokens[index]
             top = request.params.logprobs
-            item = OutputToken(token, piece, None if top is None else token_logprob(token, top))
+            scored = None if top is None else token_logprob(token, top, self.engine.logprob(request))
+            item = OutputToken(token, piece, scored)
             begin, end = end, end + len(piece)
             reason: str | None = None
             stop_reason: str | int | None = None
@@ -125,6 +126,8 @@ class FakeStream:
         if self.aborted:
             self.end()
             return Output("", (), usage, "abort")
+        if (wait := self.engine.delay(self.request)) is not None:
+            await wait
         if self.engine.step_seconds:
             await asyncio.sleep(self.engine.step_seconds)
         self.queue_seconds = 0.001
@@ -168,6 +171,8 @@ class FakeEngine:
         self.cached_tokens = 0
         self.step_seconds = 0.0
         self.tokens: Callable[[GenerationRequest], list[int]] | None = None
+        self.logprob: Callable[[GenerationRequest], float] = lambda request: -0.5
+        self.delay: Callable[[GenerationRequest], Awaitable[object] | None] = lambda request: None
         self.gate = asyncio.Event()
         self.gate.set()
         self.open: dict[str, FakeStream] = {}

@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
+from server.generation import GenerationRequest
 from tests.api.conftest import Serve, Served
 from tests.api.fake_engine import BOS, EOS, ByteTokenizer, FakeEngine
+
+
+def choice_of(request: GenerationRequest) -> int:
+    """Which of its prompt's sequences a request is, where there are three of each."""
+    return int(request.request_id.rpartition("/")[2]) % 3
 
 
 async def both(served: Served, **body: Any) -> dict[str, Any]:
@@ -101,6 +107,7 @@ async def test_every_field_reaches_the_engine(served: Served) -> None:
         logprobs=0,
         priority=-3,
         cache_salt="tenant",
+        cache_prompt=False,
     )
     request = served.engine.requests[0]
     params = request.params
@@ -114,6 +121,7 @@ async def test_every_field_reaches_the_engine(served: Served) -> None:
     assert request.stop == ("END",)
     assert (request.include_stop_str, request.skip_special_tokens) == (True, False)
     assert (request.priority, request.cache_salt, request.endpoint) == (-3, "tenant", "completions")
+    assert not request.read_cache
     assert (request.streaming, request.leader, request.prompt_logprobs) == (False, None, None)
 
 
@@ -196,6 +204,28 @@ async def test_stop_string_ends_the_text_but_not_its_tokens(served: Served) -> N
     assert answer["usage"]["completion_tokens"] == 4
 
 
+async def test_the_best_are_the_likeliest_per_token(served: Served) -> None:
+    """Of three the second is short and the third likelier; all that were generated are counted."""
+    lengths = {0: 4, 1: 2, 2: 4}
+    served.engine.tokens = lambda request: [98 + choice_of(request)] * lengths[choice_of(request)] + [EOS]
+    served.engine.logprob = lambda request: (-1.0, -0.75, -0.25)[choice_of(request)]
+    answer = await served.complete(prompt=["x", "yz"], n=2, best_of=3, max_tokens=9)
+    assert [choice["text"] for choice in answer["choices"]] == ["dddd", "cc"] * 2
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 2 * (5 + 3 + 5)
+    assert answer["usage"]["prompt_tokens"] == 3
+    one = await served.complete(prompt="x", best_of=3, max_tokens=9, logprobs=1, echo=True)
+    assert [choice["text"] for choice in one["choices"]] == ["xdddd"]
+    assert one["choices"][0]["logprobs"]["token_logprobs"] == [None] + [-0.25] * 5
+
+
+async def test_best_of_as_many_as_asked_for_is_no_choice(served: Served) -> None:
+    answer = await both(served, prompt="x", n=2, best_of=2)
+    assert len(answer["choices"]) == 2
+    assert served.engine.requests[0].params.logprobs is None
+
+
 async def test_end_of_sequence_has_no_stop_reason(served: Served) -> None:
     served.engine.tokens = lambda request: [97, EOS]
     choice = (await both(served, prompt="x"))["choices"][0]
@@ -242,6 +272,58 @@ async def test_echo_with_logprobs_partitions_the_text(served: Served) -> None:
 async def test_echo_of_several_prompts_and_choices(served: Served) -> None:
     answer = await both(served, prompt=["xy", [122]], n=2, echo=True, max_tokens=1, temperature=0)
     assert [choice["text"] for choice in answer["choices"]] == ["xya", "xya", "za", "za"]
+
+
+async def test_a_prompt_is_scored_once_for_all_its_choices(served: Served) -> None:
+    """Those of its siblings that are ahead of it wait for its scores."""
+    late = asyncio.Event()
+    served.engine.delay = lambda request: None if request.leader else late.wait()
+    asking = asyncio.create_task(served.events(prompt=["xy", "z!"], n=2, echo=True, logprobs=1, max_tokens=3, seed=1))
+    await served.engine.until(lambda: sum(stream.over for stream in served.engine.streams) == 2)
+    late.set()
+    events = (await asking)[:-1]
+    assert [request.prompt_logprobs for request in served.engine.requests] == [1, None, 1, None]
+    for index in range(4):
+        own = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert [value for part in own for value in part["logprobs"]["token_logprobs"]] == [None] + [-0.5] * 4
+        assert "".join(part["text"] for part in own).startswith(("xy", "z!")[index // 2])
+    await both(served, prompt=["xy", "z!"], n=2, echo=True, logprobs=1, max_tokens=3)
+
+
+async def test_token_ids_beside_the_text(served: Served) -> None:
+    served.engine.tokens = lambda request: [*"🦜".encode(), EOS]
+    body = {"prompt": ["xy", [122]], "max_tokens": 9, "return_token_ids": True, "n": 2}
+    answer = await served.complete(**body)
+    ids = [*"🦜".encode(), EOS]
+    assert [choice["token_ids"] for choice in answer["choices"]] == [ids] * 4
+    assert [choice["prompt_token_ids"] for choice in answer["choices"]] == [[120, 121]] * 2 + [[122]] * 2
+    events = (await served.events(**body))[:-1]
+    for index, prompt in enumerate([[120, 121]] * 2 + [[122]] * 2):
+        own = [event["choices"][0] for event in events if event["choices"][0]["index"] == index]
+        assert [token for part in own for token in part["token_ids"]] == ids
+        assert [part.get("prompt_token_ids") for part in own] == [prompt] + [None] * (len(own) - 1)
+    assert "token_ids" not in (await served.complete(prompt="x"))["choices"][0]
+
+
+async def test_tokens_as_ids(served: Served) -> None:
+    body = {"prompt": "é", "max_tokens": 2, "echo": True, "logprobs": 1, "temperature": 0}
+    logprobs = (await both(served, **body, return_tokens_as_token_ids=True))["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:195", "token_id:169", "token_id:97", "token_id:98"]
+    assert logprobs["text_offset"] == (await both(served, **body))["choices"][0]["logprobs"]["text_offset"]
+    assert logprobs["top_logprobs"][2] == {"token_id:97": -0.5}
+
+
+async def test_long_prompts_are_cut_from_the_left_where_asked(served: Served) -> None:
+    answer = await both(served, prompt=["abcdef", [1, 2]], truncate_prompt_tokens=3, max_tokens=1, echo=True)
+    assert [list(request.prompt_ids) for request in served.engine.requests[:2]] == [[100, 101, 102], [1, 2]]
+    assert answer["choices"][0]["text"].startswith("def")
+    assert answer["usage"]["prompt_tokens"] == 5
+    served.engine.streams.clear()
+    await served.complete(prompt="x" * 1000, truncate_prompt_tokens=-1, max_tokens=10)
+    assert len(served.engine.requests[0].prompt_ids) == 54
+    served.engine.bytes = ByteTokenizer(adds_bos=True)
+    await served.complete(prompt="abcdef", truncate_prompt_tokens=3)
+    assert list(served.engine.requests[1].prompt_ids) == [BOS, 101, 102]
 
 
 @pytest.mark.parametrize("skip", [True, False])

@@ -52,8 +52,11 @@ INTEGERS = {
     "top_k": ["-2", "-2147483649"],
     "seed": [str(2**63), str(-(2**63) - 1), "9" * 400],
     "priority": [str(2**31), "1e3"],
+    "best_of": ["0", "-1", "129"],
+    "truncate_prompt_tokens": ["0", "-2", "-1000000000"],
 }
-BOOLS = ("stream", "echo", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens")
+BOOLS = ("stream", "echo", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens",
+         "cache_prompt", "return_token_ids", "return_tokens_as_token_ids")  # fmt: skip
 OTHERS = {
     "stop": ['""', '[""]', "[1]", "7", '["a", null]', "{}", json.dumps(["x"] * 17), '"' + "x" * 1025 + '"',
         '"\\ud800"'],
@@ -125,6 +128,21 @@ async def test_values_at_the_edge_pass(served: Served) -> None:
         await served.complete(prompt="x", max_tokens=2, **extra)
 
 
+async def test_best_of_needs_n_and_no_stream(served: Served) -> None:
+    error = check_error(await served.post(prompt="x", n=3, best_of=2))
+    assert (error["param"], error["message"]) == ("best_of", "'best_of' must be at least 'n', 3; got 2.")
+    error = check_error(await served.post(prompt="x", best_of=2, stream=True))
+    assert error["param"] == "best_of"
+    assert "streamed" in error["message"]
+    assert not served.engine.streams
+
+
+async def test_a_prompt_cannot_be_cut_to_nothing(served: Served) -> None:
+    error = check_error(await served.post(prompt="x", truncate_prompt_tokens=-1, max_tokens=64))
+    assert error["param"] == "truncate_prompt_tokens"
+    assert "'max_tokens'" in error["message"]
+
+
 async def test_messages_say_what_is_possible(served: Served) -> None:
     error = check_error(await served.post(prompt="x", temperature="0.5"))
     assert error == {
@@ -158,7 +176,6 @@ async def test_prompt_that_leaves_no_room(served: Served) -> None:
 
 UNSUPPORTED = [
     ("suffix", "end", "prompt"),
-    ("best_of", 3, "'n'"),
     ("tools", [{"type": "function"}], "tools"),
     ("response_format", {"type": "json_object"}, "structured output"),
     ("guided_json", {}, "structured output"),
@@ -299,7 +316,7 @@ async def test_sequences_of_a_request_are_bounded(serve: Serve) -> None:
 
 async def test_no_json_gives_a_server_error(served: Served) -> None:
     """Every field with every odd value: a client's fault is never a 5xx."""
-    names = [*RANGES, *INTEGERS, *BOOLS, *OTHERS, "best_of", "suffix", "unknown", "tools"]
+    names = [*RANGES, *INTEGERS, *BOOLS, *OTHERS, "suffix", "unknown", "tools"]
     values: list[Any] = [None, True, False, 0, -1, 1, 2**31, 2**63, 10**300, 0.5, -0.0, 1e308, "", "x", "\x00"]
     values += [[], [[]], {}, {"": None}, [None], [0], [[0, 1], "x"], {"0": 0}, ["x"] * 20, "\ud800" * 3, [{"a": [1]}]]
     for name in names:

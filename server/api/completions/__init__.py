@@ -1,0 +1,1 @@
+"""What POST /v1/completions does between its body and its answer."""

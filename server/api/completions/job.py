@@ -1,0 +1,136 @@
+"""From the body of a completion to the sequences it asks for. Everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from server.api.errors import invalid
+from server.api.parameters import COMPLETIONS, IGNORED_HEADER, check_unhandled, ignored_header
+from server.api.prompts import TokenizedPrompt, tokenize
+from server.api.sampling import output_cap, sampling_params, sibling
+from server.api.sequences import sequences
+from server.api.service import Service, served_name
+from server.api.wire import CompletionRequest, parse
+from server.generation import GenerationRequest, ModelCard
+
+if TYPE_CHECKING:
+    from server.text.tokenizer import Tokenizer
+
+ENDPOINT = "completions"
+DEFAULT_MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A body that has passed every check, and what became of it.
+
+    requests: `width` for each prompt, side by side; where `best_of` asks for more than `n`, the best are shown.
+    """
+
+    body: CompletionRequest
+    id: str
+    model_name: str
+    tokenizer: Tokenizer
+    prompts: list[TokenizedPrompt]
+    requests: list[GenerationRequest]
+    headers: dict[str, str]
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def n(self) -> int:
+        """Choices shown of each prompt."""
+        return self.body.n or 1
+
+    @property
+    def width(self) -> int:
+        """Sequences generated for each prompt."""
+        return _width(self.body)
+
+
+async def prepare(service: Service, request_id: str, raw: Mapping[str, Any], large: bool) -> Job:
+    """`raw` as a job; a `large` body is checked in a worker of its own. Raises APIError."""
+    worker = service.in_large_worker if large else service.in_worker
+    unknown, body = await worker(_check, raw) if large else _check(raw)
+    model, tokenizer = service.ready_model()
+    name = served_name(body.model, model)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    _check_together(body, max_tokens, service.settings.max_queued_requests)
+    params = sampling_params(body, model, body.logprobs)
+    if _width(body) > (body.n or 1) and params.logprobs is None:
+        params = dataclasses.replace(params, logprobs=0)  # to choose by
+    prompts = await worker(
+        tokenize,
+        body.prompt,
+        tokenizer,
+        model,
+        add_special_tokens=body.add_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        echo=bool(body.echo),
+        continued=max_tokens > 0,
+        keep=_kept(body.truncate_prompt_tokens, max_tokens, model),
+    )
+    caps = [output_cap(max_tokens, len(prompt.ids), model) for prompt in prompts]
+    prefix = f"{request_id}/{service.fresh_serial()}"
+    requests: list[GenerationRequest] = []
+    for prompt, cap in zip(prompts, caps, strict=True):
+        seed = service.fresh_seed() if body.seed is None else body.seed
+        requests += sequences(
+            body,
+            prompt.ids,
+            [sibling(params, seed, i) for i in range(_width(body))],
+            cap,
+            prefix=prefix,
+            first=len(requests),
+            endpoint=ENDPOINT,
+            streaming=bool(body.stream),
+            prompt_logprobs=body.logprobs if body.echo else None,
+        )
+    headers = {IGNORED_HEADER: ignored_header(unknown)} if unknown else {}
+    return Job(body, f"cmpl-{request_id}", name, tokenizer, prompts, requests, headers)
+
+
+def _check(raw: Mapping[str, Any]) -> tuple[list[str], CompletionRequest]:
+    """The fields nobody knows, and the checked body. Raises APIError."""
+    return check_unhandled(raw, CompletionRequest.model_fields.keys(), COMPLETIONS), parse(CompletionRequest, raw)
+
+
+def _width(body: CompletionRequest) -> int:
+    return body.best_of or body.n or 1
+
+
+def _check_together(body: CompletionRequest, max_tokens: int, most: int) -> None:
+    """Fields that are fine each alone. `most` is how many sequences a request may have."""
+    n, width = body.n or 1, _width(body)
+    if width < n:
+        raise invalid("best_of", f"'best_of' must be at least 'n', {n}; got {width}.")
+    if width > n and body.stream:
+        raise invalid("best_of", "'best_of' beyond 'n' cannot be streamed: the best are known when all are complete.")
+    if len(body.prompt) * width > most:
+        field, value = ("best_of", width) if width > n else ("n", n)
+        raise invalid(
+            "prompt" if width == 1 else field,
+            f"{len(body.prompt)} prompts with {field} = {value} make {len(body.prompt) * width} sequences; "
+            f"one request may have up to {most} (--max-queued-requests).",
+        )
+    if body.stream_options and not body.stream:
+        raise invalid("stream_options", "'stream_options' is allowed only with 'stream': true.")
+    if (body.min_tokens or 0) > max_tokens:
+        raise invalid("min_tokens", f"'min_tokens' must be at most 'max_tokens', {max_tokens}; got {body.min_tokens}.")
+
+
+def _kept(asked: int | None, max_tokens: int, model: ModelCard) -> int | None:
+    """How many of a prompt's last tokens are kept, None for all of them."""
+    if asked != -1:
+        return asked
+    room = model.max_model_len - max_tokens
+    if room < 1:
+        raise invalid(
+            "truncate_prompt_tokens",
+            f"'truncate_prompt_tokens' of -1 keeps what fits beside 'max_tokens', but {max_tokens} of at most "
+            f"{model.max_model_len} tokens ({model.limited_by}) leave nothing; lower 'max_tokens'.",
+        )
+    return room

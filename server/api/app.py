@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import server
@@ -31,6 +32,7 @@ def create_app(
     app.add_exception_handler(errors.APIError, errors.on_api_error)
     app.add_exception_handler(errors.ClientGone, errors.on_client_gone)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
+    app.add_exception_handler(RequestValidationError, errors.on_unfit_parameter)
     for routes in (health, models, completions):
         app.include_router(routes.router)
     return app

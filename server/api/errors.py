@@ -1,14 +1,19 @@
 """Refusals and failures, in the shape OpenAI clients parse: `{"error": {"message", "type", "param", "code"}}`.
 
-A body is always a few hundred bytes: what a client sent is quoted only in short form (`show`), however long it was.
+Under /v1/messages the same object has what Anthropic's clients look for, too: `"type": "error"` and the request's id
+beside it, and in it a type of their vocabulary.
+
+A body is a few hundred bytes, and at most 4 KB: what a client sent is quoted only in short form (`show`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
 
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,13 +23,35 @@ from server.generation import EngineError, EngineUnavailable, Phase, QueueFull, 
 if TYPE_CHECKING:
     from server.reports import RejectReason
 
-_LONGEST_MESSAGE = 1200
-_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error"}
+MESSAGES_PATH = "/v1/messages"
+
+# In bytes, as they stand in the body.
+_LONGEST_MESSAGE = 2400
+_LONGEST_PARAM = 400
+_TYPES = {
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _RETRY_AFTER = {Phase.LOADING: 5, Phase.DRAINING: 1, Phase.DEAD: 30}
 
 
 class APIError(Exception):
-    """An answer other than success. `param` names the field at fault, `reason` labels the metric of refusals."""
+    """An answer other than success. `param` names the field at fault, `reason` labels the metric of refusals.
+
+    code: what programs tell errors by; without one, the name of the status.
+    """
 
     def __init__(
         self,
@@ -38,20 +65,41 @@ class APIError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message if len(message) <= _LONGEST_MESSAGE else message[: _LONGEST_MESSAGE - 3] + "..."
-        self.param = param
-        self.code = code
+        self.message = _bounded(message, _LONGEST_MESSAGE)
+        self.param = None if param is None else _bounded(param, _LONGEST_PARAM)
+        self.code = code or HTTPStatus(status).name.lower()
         self.headers = headers
         self.reason: RejectReason = reason
 
     @property
     def body(self) -> bytes:
         kind = _TYPES.get(self.status, "invalid_request_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
+        return json.dumps({"error": self._error(kind)}).encode()
 
-    def response(self) -> Response:
-        return Response(self.body, self.status, self.headers, "application/json")
+    def messages_body(self, request_id: str) -> bytes:
+        """The body for clients of Anthropic's interface; others can still read it."""
+        kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
+        return json.dumps({"type": "error", "error": self._error(kind), "request_id": request_id}).encode()
+
+    def _error(self, kind: str) -> dict[str, Any]:
+        return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+
+    def response(self, path: str, request_id: str) -> Response:
+        """The answer to a request for `path`, in the shape its clients expect."""
+        body = self.messages_body(request_id) if is_messages(path) else self.body
+        return Response(body, self.status, self.headers, "application/json")
+
+
+def _bounded(text: str, most: int) -> str:
+    """`text`, cut where its JSON would have more than `most` bytes."""
+    whole = text
+    while (size := len(json.dumps(text))) > most:
+        text = text[: len(text) * (most - 5) // size]
+    return text if text is whole else text + "..."
+
+
+def is_messages(path: str) -> bool:
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
 
 
 class ClientGone(Exception):
@@ -129,21 +177,33 @@ def show(value: object) -> str:
 async def on_api_error(request: Request, error: Exception) -> Response:
     """Its code goes into the log, its message does not: that one quotes the client."""
     assert isinstance(error, APIError)
-    request.state.exchange.notes.update(error=error.code, param=error.param)
-    return error.response()
+    exchange = request.state.exchange
+    exchange.notes.update(error=error.code, param=error.param)
+    return error.response(request.url.path, exchange.request_id)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: unknown routes (404) and methods (405)."""
     assert isinstance(error, HTTPException)
+    path = show(request.url.path)
     if error.status_code == 404:
-        message = f"There is no route {show(request.url.path)}; /openapi.json lists those there are."
-        return APIError(404, message, code="unknown_route").response()
-    if error.status_code == 405:
+        message = f"There is no route {path}; /openapi.json lists those there are."
+        refusal = APIError(404, message, code="unknown_route")
+    elif error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        message = f"{show(request.url.path)} does not take {show(request.method)}, only {allowed}."
-        return APIError(405, message, code="method_not_allowed", headers=error.headers).response()
-    return APIError(error.status_code, str(error.detail), headers=error.headers).response()
+        message = f"{path} does not take {show(request.method)}, only {allowed}."
+        refusal = APIError(405, message, headers=error.headers)
+    else:
+        refusal = APIError(error.status_code, str(error.detail), headers=error.headers)
+    return await on_api_error(request, refusal)
+
+
+async def on_unfit_parameter(request: Request, error: Exception) -> Response:
+    """A part of the path or the query that is not what its route declares (422)."""
+    assert isinstance(error, RequestValidationError)
+    fault = error.errors()[0]
+    where, name = (str(part) for part in fault["loc"][:2])
+    return await on_api_error(request, APIError(422, f"{show(name)} in the {where}: {fault['msg']}.", param=name))
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:

@@ -13,23 +13,32 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.errors import internal_error
+from server.api.errors import internal_error, is_messages, show
 from server.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = "x-request-id"
+_MESSAGES_ID_HEADER = b"request-id"  # where Anthropic's clients look for it
+UNMATCHED = "unmatched"
+"""The route of what reached none, in metrics and log: a path would make endless series."""
+
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One request and its answer. `notes` are what its line in the log says beside the usual."""
+    """One request and its answer. `notes` are what its line in the log says beside the usual.
+
+    tenant: the name of the API key it came with, "" where no key is asked for.
+    outcome: "refused" is an answer of 4xx, "error" one of 5xx or a stream that broke off after its 200.
+    """
 
     request_id: str
+    tenant: str = ""
     started: float = field(default_factory=time.monotonic)
-    outcome: Literal["ok", "error", "disconnect"] = "ok"
+    outcome: Literal["ok", "refused", "error", "disconnect"] = "ok"
     notes: dict[str, object] = field(default_factory=dict)
 
 
@@ -59,13 +68,16 @@ class ExchangeMiddleware:
         exchange = Exchange(_request_id(Headers(scope=scope)))
         scope.setdefault("state", {})["exchange"] = exchange
         status = 0
+        id_value = exchange.request_id.encode()
+        id_headers = [(REQUEST_ID_HEADER.encode(), id_value)]
+        if is_messages(scope["path"]):
+            id_headers.append((_MESSAGES_ID_HEADER, id_value))
 
         async def send_marked(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                id_header = (REQUEST_ID_HEADER.encode(), exchange.request_id.encode())
-                message = {**message, "headers": [*message["headers"], id_header]}
+                message = {**message, "headers": [*message["headers"], *id_headers]}
             await send(message)
 
         try:
@@ -75,7 +87,8 @@ class ExchangeMiddleware:
             if status:  # too late for another answer: the connection must break
                 raise
             logger.exception("request %s failed", exchange.request_id)
-            await internal_error().response()(scope, receive, send_marked)
+            failure = internal_error().response(scope["path"], exchange.request_id)
+            await failure(scope, receive, send_marked)
         finally:
             self._record(scope, exchange, status)
 
@@ -84,20 +97,23 @@ class ExchangeMiddleware:
             exchange.outcome = "disconnect"
         elif status >= 500:
             exchange.outcome = "error"
+        elif status >= 400:
+            exchange.outcome = "refused"
         seconds = time.monotonic() - exchange.started
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
-        route = scope["route"].path if "route" in scope else "unmatched"
+        route = scope["route"].path_format if "route" in scope else UNMATCHED
         self._metrics.http(method, route, status or 499, exchange.outcome, seconds)
         if route in _PROBES:
             return
         fields: dict[str, object] = {
             "request_id": exchange.request_id,
+            "tenant": exchange.tenant or None,
             "method": method,
             "route": route,
+            "path": show(scope["path"]) if route is UNMATCHED else None,
             "status": status or 499,
             "outcome": exchange.outcome,
             "total_ms": round(seconds * 1000, 1),
             **exchange.notes,
         }
-        fields = {name: value for name, value in fields.items() if value is not None}
-        logger.info(" ".join(f"{name}={value}" for name, value in fields.items()), extra=fields)
+        logger.info("request", extra={name: value for name, value in fields.items() if value is not None})

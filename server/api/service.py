@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from starlette.requests import Request
 
@@ -28,6 +28,20 @@ KEEP_ALIVE_SECONDS = 15.0
 _TOKENIZE_THREADS = 2
 
 
+class OpenRequest(Protocol):
+    """A request that generates, until all its sequences have ended."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    def abort(self) -> list[str]:
+        """End what still runs, with an error for its reader; the ids of the sequences that this ended."""
+        ...
+
+
 class Service:
     """One per app. `draining` is set at the first signal, before the engine has heard of it."""
 
@@ -43,6 +57,7 @@ class Service:
         self.settings = settings
         self.keep_alive = keep_alive
         self.draining = False
+        self._open: dict[str, list[OpenRequest]] = {}
         self._serial = itertools.count()
         self._seeds = Random(secrets.randbits(64) if settings.seed is None else settings.seed)
         self._workers = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
@@ -69,6 +84,23 @@ class Service:
     def fresh_serial(self) -> int:
         """Distinguishes concurrent requests that arrived under one request id."""
         return next(self._serial)
+
+    def opened(self, request: OpenRequest) -> None:
+        """From here on the request can be aborted by its id, until `closed`."""
+        self._open.setdefault(request.request_id, []).append(request)
+
+    def closed(self, request: OpenRequest) -> None:
+        requests = self._open[request.request_id]
+        requests.remove(request)
+        if not requests:
+            del self._open[request.request_id]
+
+    def abort(self, request_id: str, tenant: str) -> list[str] | None:
+        """End all of the tenant's requests of this id; the sequences that were ended, None if there is no request."""
+        requests = [request for request in self._open.get(request_id, ()) if request.tenant == tenant]
+        if not requests:
+            return None
+        return [sequence for request in requests for sequence in request.abort()]
 
     async def in_worker(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run what would hold up the event loop in a worker thread."""

@@ -24,12 +24,16 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
+def error_event(error: APIError) -> bytes:
+    return event(error.body)
+
+
 class EventStream(Response):
     """Sends the events of a generator, and a comment whenever nothing was sent for `keep_alive` seconds.
 
-    An error of the generator becomes a last event `{"error": ...}`; no `[DONE]` follows, since nothing was done. When
-    the client goes away the generator is closed at once, wherever it waits. `on_close` is called in any case, even if
-    the generator never started.
+    An error of the generator becomes a last event, `{"error": ...}` or what `on_error` makes of it; no `[DONE]`
+    follows, since nothing was done. When the client goes away the generator is closed at once, wherever it waits.
+    `on_close` is called in any case, even if the generator never started.
     """
 
     media_type = "text/event-stream"
@@ -42,6 +46,7 @@ class EventStream(Response):
         exchange: Exchange,
         keep_alive: float,
         headers: Mapping[str, str],
+        on_error: Callable[[APIError], bytes] = error_event,
     ) -> None:
         # Nginx and its like would hold back events until a buffer is full.
         super().__init__(None, 200, {"cache-control": "no-cache", "x-accel-buffering": "no", **headers})
@@ -51,6 +56,7 @@ class EventStream(Response):
         self._watch = watch
         self._exchange = exchange
         self._keep_alive = keep_alive
+        self._on_error = on_error
         self._sending = False
         self._last_sent = 0.0
 
@@ -97,11 +103,11 @@ class EventStream(Response):
             except APIError as error:
                 self._exchange.outcome = "error"
                 self._exchange.notes["error"] = error.code
-                await self._send(send, event(error.body))
+                await self._send(send, self._on_error(error))
             except Exception:
                 logger.exception("request %s failed in its stream", self._exchange.request_id)
                 self._exchange.outcome = "error"
-                await self._send(send, event(internal_error().body))
+                await self._send(send, self._on_error(internal_error()))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes) -> None:

@@ -88,12 +88,12 @@ async def test_http_metrics_have_bounded_labels(served: Served) -> None:
     await served.client.get("/no/such/path")
     await served.client.request("BREW", "/health")
     await served.client.get("/v1/models/tiny")
-    for method, route, status in (
-        ("POST", PATH, "200"), ("GET", "unmatched", "404"), ("OTHER", "/health", "405"),
-        ("GET", "/v1/models/{model_id:path}", "200"),
+    for method, route, status, outcome in (
+        ("POST", PATH, "200", "ok"), ("GET", "unmatched", "404", "refused"), ("OTHER", "/health", "405", "refused"),
+        ("GET", "/v1/models/{model_id}", "200", "ok"),
     ):  # fmt: skip
         labels = {"method": method, "route": route, "status": status}
-        assert served.metric("http_requests_total", **labels, outcome="ok") == 1, labels
+        assert served.metric("http_requests_total", **labels, outcome=outcome) == 1, labels
         assert served.metric("http_request_duration_seconds_count", **labels) == 1
 
 
@@ -133,7 +133,7 @@ async def test_request_ids(served: Served, caplog: pytest.LogCaptureFixture) -> 
         text = parse_events(response.text)[0] if stream else response.json()
         assert text["id"] == f"cmpl-{given}"
         assert served.engine.requests[-1].request_id.startswith(given)
-        assert f"request_id={given} " in caplog.text
+        assert given in [vars(record).get("request_id") for record in caplog.records]
         return given
 
     for stream in (True, False):
@@ -169,6 +169,19 @@ async def test_one_line_a_request_none_a_probe(served: Served, caplog: pytest.Lo
     assert (finished["prompt_tokens"], finished["cached_tokens"], finished["output_tokens"]) == (6, 1, 6)
     assert finished["queue_ms"] == 1.0
     assert 0 <= finished["ttft_ms"] <= finished["total_ms"]
-    assert (refused["status"], refused["outcome"]) == (400, "ok")
+    assert (refused["status"], refused["outcome"]) == (400, "refused")
     assert (refused["error"], refused["param"]) == ("invalid_value", "prompt")
-    assert "secret" not in caplog.text
+    assert "secret" not in str([vars(record) for record in caplog.records])
+
+
+async def test_a_path_without_a_route_is_logged_short_and_plain(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "server.api")
+    await served.client.get("/%0aevil%1b[31m/" + "x" * 3000)
+    (record,) = (record for record in caplog.records if record.name == "server.api.exchange")
+    assert vars(record)["route"] == "unmatched"
+    path = vars(record)["path"]
+    assert path.startswith('"/\\nevil\\u001b[31m/xxx')
+    assert len(path) < 130
+    assert path.isprintable()

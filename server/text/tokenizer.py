@@ -60,6 +60,19 @@ class Tokenizer:
     def spells(self) -> bool:
         return self._spell is not None
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The Jinja sources of the model's chat templates by name; a single one is called "default"."""
+        templates: str | dict[str, str] | None = self._tokenizer.chat_template
+        if templates is None:
+            return {}
+        return {"default": templates} if isinstance(templates, str) else dict(templates)
+
+    @property
+    def special_token_names(self) -> dict[str, Any]:
+        """What chat templates know special tokens as: {"bos_token": "<s>", ...}."""
+        return dict(self._tokenizer.special_tokens_map)
+
     @cached_property
     def longest_token(self) -> int | None:
         """Bytes of the longest token, so that n bytes of text make at least n / longest_token tokens.

@@ -31,6 +31,8 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _AUTO_SEQS = {"cpu": 32, "cuda": 256}
 _AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
+_AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
+_LEAST_QUEUED_TOKENS = 2**20
 
 
 def parse_size(value: object) -> object:
@@ -183,6 +185,46 @@ class ServeSettings(BaseSettings):
         ge=1,
         le=10**6,
     )
+    max_queued_tokens: int | None = _option(
+        "Scheduling",
+        None,
+        "prompt tokens that may wait (more are a 429); one prompt of full length always may",
+        shown="1048576, or 4 prompts of full length where that is more",
+        ge=1,
+        le=2**40,
+    )
+    queue_timeout: float | None = _option(
+        "Scheduling",
+        None,
+        "seconds that a request may wait before it starts (then a 503); a request may ask for less",
+        shown="no limit",
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    request_timeout: float | None = _option(
+        "Scheduling",
+        None,
+        "seconds that a request may take in all, then it ends with what it has (504 if nothing); it may ask for less",
+        shown="no limit",
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    stall_timeout: float | None = _option(
+        "Scheduling",
+        None,
+        "seconds that one step may take before /health turns 503; above the longest step of a healthy machine",
+        shown="300 on a CPU, 60 on a GPU",
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    scheduling_policy: Literal["fcfs", "fair"] = _option(
+        "Scheduling",
+        "fcfs",
+        "who starts next: by priority and arrival (fcfs), or whoever's API key has had the least tokens (fair)",
+    )
     admission: Literal["optimistic", "reserve"] = _option(
         "Scheduling",
         "optimistic",
@@ -256,3 +298,13 @@ class ServeSettings(BaseSettings):
         if seqs is None:
             seqs = _AUTO_SEQS[device_type] if tokens is None else min(_AUTO_SEQS[device_type], tokens - self.block_size)
         return StepLimits(seqs, tokens or max(_AUTO_TOKENS[device_type], seqs + self.block_size))
+
+    def queued_tokens_limit(self, max_model_len: int) -> int:
+        """Prompt tokens that may wait; room for one prompt of full length even where the operator gave less."""
+        if self.max_queued_tokens is None:
+            return max(_LEAST_QUEUED_TOKENS, 4 * max_model_len)
+        return max(self.max_queued_tokens, max_model_len)
+
+    def stall_limit(self, device_type: str) -> float:
+        """Seconds after which a step counts as hanging on a device of type "cpu" or "cuda"."""
+        return self.stall_timeout or _AUTO_STALL_SECONDS[device_type]

@@ -85,7 +85,7 @@ def _expected(field: FieldInfo) -> str:
     if choices := _choices(field):
         return "one of " + ", ".join(choices)
     bounds = _bounds(field)
-    kind = "a number" if field.annotation is float else "a whole number"
+    kind = "a number" if field.annotation in (float, float | None) else "a whole number"
     low = f"above {bounds['gt']}" if "gt" in bounds else f"of at least {bounds['ge']}"
     return f"{kind} {low}" + (f" and at most {bounds['le']}" if "le" in bounds else "")
 
@@ -209,6 +209,6 @@ def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
         group.add_argument(_flag(name), dest=name, nargs="+", action="extend", metavar="NAME", help=help_text)
     else:
         choices = _choices(field)
-        number = field.annotation in (int, float, int | None) and name != "kv_bytes"
+        number = field.annotation in (int, float, int | None, float | None) and name != "kv_bytes"
         metavar = "{" + ",".join(choices) + "}" if choices else "N" if number else name.rpartition("_")[2].upper()
         group.add_argument(_flag(name), dest=name, metavar=metavar, help=help_text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from server.step import Constraint, SamplingParams, TokenLogprobs
 
@@ -23,7 +24,10 @@ class GenerationRequest:
     read_cache: whether blocks that other requests computed may be used; without, siblings compute the prompt each.
     constraint: the grammar that the output follows; each sequence has its own.
     shown_special_ids: special tokens that stand in the text although `skip_special_tokens`.
-    queue_timeout, timeout: seconds from submission within which it must be admitted and must be finished.
+    queue_timeout: seconds from submission within which it, or another sequence submitted with it, must have started;
+        else it fails with QueueTimeout. The server's own limit counts where that is less, here and for `timeout`.
+    timeout: seconds from submission after which it ends with what it has, `finish_reason` "length" and `stop_reason`
+        "deadline"; it fails with DeadlineExceeded if neither it nor a sequence submitted with it has anything.
     tenant: whose share of the batch it counts towards, where sharing is fair.
     endpoint, streaming: labels of the metrics, nothing else.
     """
@@ -78,7 +82,7 @@ class Output:
     tokens: the tokens released with it (text that may still become a stop string is held back, with its tokens).
     prompt_logprobs: once, with the first output, when asked for: one entry a prompt token, the first None.
     finish_reason: None until the last output, then "stop", "length" or "abort".
-    stop_reason: the stop string or token id that ended it, None for the model's own end and for the other reasons.
+    stop_reason: the stop string or token id that ended it, "deadline" where its time did (with "length"), else None.
     """
 
     text: str
@@ -100,12 +104,29 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """`detail` says in words what is being loaded, or why the engine is dead."""
+    """How the engine is.
+
+    detail: says in words what is being loaded, or why the engine is dead.
+    running, waiting: sequences in the batch and in the queue.
+    waiting_tokens: prompt tokens of those in the queue that have not started yet.
+    kv_usage: share (0 to 1) of the cache that running sequences hold.
+    max_num_seqs, max_queued_requests, max_queued_tokens: the limits of batch and queue; 0 while it loads.
+    stalled_seconds: how long the step in progress has taken, once that is longer than --stall-timeout; else 0.
+    """
 
     phase: Phase
     detail: str = ""
     running: int = 0
     waiting: int = 0
+    waiting_tokens: int = 0
+    kv_usage: float = 0.0
+    max_num_seqs: int = 0
+    max_queued_requests: int = 0
+    max_queued_tokens: int = 0
+    stalled_seconds: float = 0.0
+
+
+OPENAI_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +136,7 @@ class ModelCard:
     max_model_len: most tokens, prompt and output, that one request may have: the model's, the operator's or the pool's
         limit, whichever is least; `limited_by` names the flag that would raise it.
     eos_token_ids: ids that end a sequence unless ignored.
+    default_sampling: what the model's generation config says of sampling.
     """
 
     served_names: tuple[str, ...]
@@ -127,6 +149,11 @@ class ModelCard:
     eos_token_ids: frozenset[int]
     created: int
     default_sampling: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """What holds where a request says nothing: the model's generation config, else OpenAI's defaults."""
+        return {name: self.default_sampling.get(name, value) for name, value in OPENAI_SAMPLING.items()}
 
 
 class EngineError(Exception):
@@ -142,15 +169,35 @@ class EngineUnavailable(EngineError):
 
 
 class QueueFull(EngineError):
-    """As many requests are open as the operator allows. `retry_after` is in seconds."""
+    """As many requests are open, or as many of their tokens wait, as the operator allows.
+
+    retry_after: seconds; reason: which of the two it is.
+    """
+
+    def __init__(self, message: str, retry_after: int, reason: Literal["queue_full", "queue_tokens"]) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+        self.reason = reason
+
+
+class BodyTooLarge(EngineError):
+    """The prompts submitted together are more tokens than may ever wait."""
+
+
+class RequestTooLong(EngineError):
+    """The prompt leaves no room for an output, or can never fit the pool."""
+
+
+class QueueTimeout(EngineError):
+    """The request did not start in time; no work was done for it. `retry_after` is in seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class RequestTooLong(EngineError):
-    """The prompt leaves no room for an output, or can never fit the pool."""
+class DeadlineExceeded(EngineError):
+    """The request's time was up before there was anything to answer."""
 
 
 class GenerationFailed(EngineError):

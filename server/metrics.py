@@ -34,6 +34,7 @@ from server import __version__
 from server.generation import Phase
 from server.instruments import Histogram, WindowRate, log_buckets, power_buckets
 from server.reports import (
+    ENDPOINTS,
     FINISH_REASONS,
     WAIT_REASONS,
     AbortCause,
@@ -70,7 +71,7 @@ class Metrics:
         registry: CollectorRegistry,
         model_name: str,
         *,
-        endpoints: tuple[str, ...] = ("completions",),
+        endpoints: tuple[str, ...] = ENDPOINTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # doubles the series, and no one reads them
@@ -133,7 +134,7 @@ class Metrics:
         for reason in get_args(RejectReason):
             self._rejections.labels(model, reason)
         self._aborts = self._counter(
-            "request_aborts_total", "Requests (sequences) ended before they were complete, by who ended them.", "cause"
+            "request_aborts_total", "Requests (sequences) ended before they were complete, by what ended them.", "cause"
         )
         for cause in get_args(AbortCause):
             self._aborts.labels(model, cause)
@@ -245,6 +246,9 @@ class Metrics:
         by_reason = self._gauge(
             "requests_waiting_by_reason", "Requests (sequences) in the queue, by what they wait for.", "reason"
         )
+        self._waiting_tokens = self._gauge(
+            "requests_waiting_tokens", "Prompt tokens of the requests in the queue that have not started yet."
+        ).labels(model)
         self._waiting_by = {reason: by_reason.labels(model, reason) for reason in WAIT_REASONS}
         self._usage = self._gauge(
             "kv_cache_usage_ratio",
@@ -284,6 +288,7 @@ class Metrics:
         self._running.set(report.running)
         waiting = dict.fromkeys(WAIT_REASONS, 0) | dict(report.waiting)
         self._waiting.set(sum(waiting.values()))
+        self._waiting_tokens.set(report.waiting_tokens)
         for reason, count in waiting.items():
             self._waiting_by[reason].set(count)
         capacity = report.used_blocks + report.cached_blocks + report.free_blocks
@@ -329,6 +334,9 @@ class Metrics:
         state = self._gauge("engine_state", "1 for the state the engine is in, else 0.", "state")
         self._states = {phase: state.labels(model, phase.value) for phase in Phase}
         self.state(Phase.LOADING)
+        self._step_age = self._gauge(
+            "engine_step_age_seconds", "Seconds the step in progress has taken so far; 0 when idle."
+        ).labels(model)
         self._startup = self._gauge("startup_duration_seconds", "Seconds a phase of the start took.", "phase")
         self._memory = self._gauge("memory_bytes", "Bytes of memory on the model's device, by use.", "kind")
         self._model_info = self._gauge(
@@ -357,6 +365,10 @@ class Metrics:
         """The engine's life has reached `phase`."""
         for state, gauge in self._states.items():
             gauge.set(state is phase)
+
+    def watch_step(self, age: Callable[[], float]) -> None:
+        """Have each scrape ask `age` for how many seconds the step in progress has taken, so that a hang shows."""
+        self._step_age.set_function(age)
 
     def startup(self, phase: StartupPhase, seconds: float) -> None:
         """A phase of the start took this long."""
@@ -405,7 +417,7 @@ class Metrics:
     def http(self, method: str, route: str, status: int, outcome: str, seconds: float) -> None:
         """An HTTP request is answered. `route` is the template, never the path: a path would make endless series.
 
-        outcome: "ok", "error" or "disconnect"; it differs from the status where a stream broke off after its 200.
+        outcome: "ok", "refused" (4xx), "error" or "disconnect"; it differs from the status where a stream broke off after its 200.
         """
         code = str(status)
         self._http_requests.labels(self._model, method, route, code, outcome).inc()

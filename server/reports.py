@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-AbortCause: TypeAlias = Literal["disconnect", "api", "shutdown"]
+AbortCause: TypeAlias = Literal["disconnect", "api", "shutdown", "queue_timeout", "deadline"]
 DiscardReason: TypeAlias = Literal["preemption", "disconnect", "abort", "error"]
 MemoryKind: TypeAlias = Literal["weights", "kv_cache", "activations_peak", "device_free"]
-RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "loading", "draining", "dead"]
+RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "queue_tokens", "loading", "draining", "dead"]
 StartupPhase: TypeAlias = Literal["import", "load_weights", "profile", "total"]
 
+ENDPOINTS = ("completions", "chat", "responses", "messages")
 FINISH_REASONS = ("stop", "length", "abort", "error")
 WAIT_REASONS = ("slots", "kv_blocks", "token_budget", "shared_prompt")
 
@@ -41,6 +42,7 @@ class PoolReport:
     """The scheduler and its pool as they are now. `used + cached + free` blocks are the capacity.
 
     waiting: requests not in the running batch, by which of WAIT_REASONS they wait for; absent reasons are none.
+    waiting_tokens: prompt tokens of those that have not started yet; siblings' common prompt counts once.
     used_blocks: referenced by a running request; cached_blocks: kept for their content only, evictable.
     evicted_blocks, preemptions, queried_tokens, hit_tokens: totals since the start, None where there is nothing new;
         prefix-cache look-ups and hits are counted in prompt tokens.
@@ -51,6 +53,7 @@ class PoolReport:
     cached_blocks: int
     free_blocks: int
     waiting: Mapping[str, int] = field(default_factory=dict)
+    waiting_tokens: int = 0
     evicted_blocks: int | None = None
     preemptions: int | None = None
     queried_tokens: int | None = None
@@ -61,7 +64,8 @@ class PoolReport:
 class FinishedReport:
     """One request that is over. Seconds are None for a phase it never reached; `finish_reason` is of FINISH_REASONS.
 
-    abort_cause: why, if `finish_reason` is "abort", else None.
+    abort_cause: why, if `finish_reason` is "abort", else None. A request that ends at its deadline is one of these,
+        though its client is told "length" where there is an answer.
     queue_seconds: arrival to first admission; prefill_seconds: admission to first token; decode_seconds: first to last
         token; total_seconds: arrival to the end.
     """

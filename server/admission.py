@@ -1,0 +1,78 @@
+"""Which requests may be open at the same time: so many sequences, and so many prompt tokens that wait."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from server.generation import BodyTooLarge, GenerationRequest, QueueFull
+
+MAX_RETRY_AFTER_SECONDS = 60
+
+
+class Admission:
+    """The bounds of the queue and what is in it.
+
+    `check` and `enter` are called on the callers' loop, the others on the engine's thread. A prompt counts once,
+    however many siblings share it, and until its first sequence has started or is over.
+
+    max_num_seqs: sequences of the batch; max_queued_requests, max_queued_tokens: what may wait beside it.
+    """
+
+    def __init__(self, max_num_seqs: int, max_queued_requests: int, max_queued_tokens: int) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.max_queued_requests = max_queued_requests
+        self.max_queued_tokens = max_queued_tokens
+        self._entered = 0  # prompt tokens that ever came into the queue; each of the two has one writer
+        self._left = 0
+        self._mean_seconds = 1.0  # that requests run which come to their end
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._entered - self._left
+
+    def check(self, requests: Sequence[GenerationRequest], num_open: int) -> None:
+        """Raises QueueFull or BodyTooLarge unless `requests` may join the `num_open` that there are."""
+        most = self.max_num_seqs + self.max_queued_requests
+        excess = num_open + len(requests) - most
+        if excess > 0:
+            raise QueueFull(
+                f"{num_open} requests are open and {len(requests)} more are {excess} too many: "
+                f"--max-num-seqs and --max-queued-requests allow {most}.",
+                self.retry_after(excess),
+                "queue_full",
+            )
+        tokens = sum(map(queued_tokens, requests))
+        if tokens > self.max_queued_tokens:
+            raise BodyTooLarge(
+                f"The prompts of this request have {tokens} tokens together; "
+                f"at most {self.max_queued_tokens} may wait (--max-queued-tokens). Send fewer at a time."
+            )
+        excess = self.waiting_tokens + tokens - self.max_queued_tokens
+        if excess > 0:
+            raise QueueFull(
+                f"{self.waiting_tokens} prompt tokens are waiting and {tokens} more are {excess} too many: "
+                f"--max-queued-tokens allows {self.max_queued_tokens}.",
+                self.retry_after(num_open * excess / self.waiting_tokens),
+                "queue_tokens",
+            )
+
+    def enter(self, request: GenerationRequest) -> None:
+        self._entered += queued_tokens(request)
+
+    def leave(self, request: GenerationRequest) -> None:
+        """To be called once for each request: when it starts, or ends without having started."""
+        self._left += queued_tokens(request)
+
+    def ran(self, seconds: float) -> None:
+        """A request came to its end after it had run this long."""
+        self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
+
+    def retry_after(self, places: float) -> int:
+        """Seconds until so many places are likely to be free: what the batch takes to finish as many requests."""
+        seconds = self._mean_seconds * places / self.max_num_seqs
+        return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(seconds)))
+
+
+def queued_tokens(request: GenerationRequest) -> int:
+    return len(request.prompt_ids) if request.leader is None else 0

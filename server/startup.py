@@ -27,9 +27,10 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A loaded model with all that serves it."""
+    """A loaded model with all that serves it. `device_type`: "cpu" or "cuda"."""
 
     card: ModelCard
+    device_type: str
     tokenizer: Tokenizer
     runner: ModelRunner
     scheduler: Scheduler
@@ -84,6 +85,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             max_scored_tokens=max_scored_tokens,
             prefix_caching=settings.enable_prefix_caching,
             admission=settings.admission,
+            policy=settings.scheduling_policy,
         )
     )
     card = _model_card(settings, loaded, scheduler.capacity_tokens)
@@ -91,7 +93,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
         runner.limit_length(card.max_model_len)
     _announce(settings, loaded, runner, card, division)
     _tell_metrics(settings, metrics, loaded, runner.layout, card, division)
-    return Started(card, loaded.tokenizer, runner, scheduler)
+    return Started(card, loaded.device.type, loaded.tokenizer, runner, scheduler)
 
 
 def _model_card(settings: ServeSettings, loaded: LoadedModel, pool_tokens: int) -> ModelCard:
@@ -135,6 +137,11 @@ def _announce(
         division,
     ):
         logger.info("%s", line)
+    logger.info(
+        "default %s where a request says nothing (set by the model's generation config: %s)",
+        ", ".join(f"{name} {value:g}" for name, value in card.sampling_defaults.items()),
+        ", ".join(card.default_sampling) or "none",
+    )
     limits = settings.step_limits(loaded.device.type)
     logger.info(
         "batch   up to %d sequences and %s tokens a step, %s admission, prefix cache %s",

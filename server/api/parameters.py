@@ -37,7 +37,6 @@ Unsupported: TypeAlias = Mapping[str, tuple[str, tuple[object, ...]]]
 """name -> (what to do instead, values that ask for nothing)"""
 
 COMMON: Unsupported = {
-    "allowed_token_ids": ("use 'logit_bias'", ([],)),
     "audio": ("this is a text model", ()),
     "best_of": ("ask for that many with 'n' and choose", (1,)),
     "bad_words": ("use 'logit_bias'", ([],)),

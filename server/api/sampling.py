@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Collection
 from typing import Any
+
+import numpy as np
 
 from server.api.errors import invalid, too_long
 from server.api.wire import SamplingFields
 from server.generation import ModelCard
-from server.step import SamplingParams
-
-# OpenAI's defaults, the last resort after the request's value and the model's generation config.
-_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+from server.step import Int32Array, SamplingParams
 
 
 def sampling_params(body: SamplingFields, model: ModelCard, logprobs: int | None) -> SamplingParams:
     """All but the seed. Raises APIError 400 for token ids that are not in the vocabulary."""
     check_ids("logit_bias", list(body.logit_bias), model)
     check_ids("stop_token_ids", body.stop_token_ids, model)
+    check_ids("allowed_token_ids", body.allowed_token_ids, model)
     chosen: dict[str, Any] = {}
-    for name, default in _DEFAULTS.items():
+    for name, default in model.sampling_defaults.items():
         asked = getattr(body, name)
-        chosen[name] = asked if asked is not None else model.default_sampling.get(name, default)
+        chosen[name] = default if asked is None else asked
     top_k = int(chosen.pop("top_k"))
+    ends = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_token_ids)
+    if body.allowed_token_ids and body.min_tokens and ends.issuperset(body.allowed_token_ids):
+        raise invalid("allowed_token_ids", "'allowed_token_ids' are all end tokens, which 'min_tokens' rules out.")
     return SamplingParams(
         **chosen,
         top_k=top_k if 0 < top_k < model.vocab_size else 0,
@@ -32,8 +36,26 @@ def sampling_params(body: SamplingFields, model: ModelCard, logprobs: int | None
         logit_bias=body.logit_bias,
         logprobs=logprobs,
         min_tokens=body.min_tokens or 0,
-        stop_token_ids=frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else model.eos_token_ids),
+        stop_token_ids=ends,
     )
+
+
+class AllowedTokens:
+    """A constraint that permits the same tokens at every step; the end of sequence only if it is among them."""
+
+    finished = False
+
+    def __init__(self, token_ids: Collection[int]) -> None:
+        bits = np.zeros((max(token_ids) // 32 + 1) * 32, dtype=np.uint8)
+        bits[list(token_ids)] = 1
+        self._mask = np.packbits(bits, bitorder="little").view("<i4")
+
+    def fill_mask(self, mask: Int32Array) -> None:
+        mask[: len(self._mask)] = self._mask
+        mask[len(self._mask) :] = 0
+
+    def accept(self, token_id: int) -> None:
+        """Every step permits the same."""
 
 
 def sibling(params: SamplingParams, seed: int, index: int) -> SamplingParams:

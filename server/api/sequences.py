@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
+from server.api.errors import invalid
+from server.api.sampling import AllowedTokens
 from server.api.wire import SamplingFields
 from server.generation import GenerationRequest
 from server.step import Constraint, SamplingParams
@@ -27,8 +30,13 @@ def sequences(
     """One sequence for each of `params`, with ids `prefix/first` and on; the first computes the prompt all share.
 
     prompt_logprobs: the first sequence alone reports the scores of the prompt, which are the same for all.
-    constrain: makes each sequence's own state of the grammar that they follow.
+    constrain: makes each sequence's own state of the grammar that they follow. Raises APIError 400 where the body also
+        has `allowed_token_ids`: what one permits the other may forbid, which would leave no token to draw.
     """
+    if body.allowed_token_ids:
+        if constrain is not None:
+            raise invalid("allowed_token_ids", "'allowed_token_ids' and structured output cannot be combined.")
+        constrain = functools.partial(AllowedTokens, body.allowed_token_ids)
     return [
         GenerationRequest(
             request_id=f"{prefix}/{first + i}",

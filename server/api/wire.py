@@ -81,7 +81,7 @@ def _token_ids(value: object) -> list[int]:
     if value is None or value == []:
         return []
     if not _is_ids(value):
-        raise ValueError(f"'stop_token_ids' must be a list of integer token ids; got {show(value)}.")
+        raise ValueError(f"must be a list of integer token ids; got {show(value)}")
     assert isinstance(value, list)
     return value
 
@@ -131,6 +131,9 @@ class DecodingFields(_Strict):
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="an integer of 64 bits")
     stop_token_ids: Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_IDS)] = Field(
+        default_factory=list, description="a list of token ids"
+    )
+    allowed_token_ids: Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_IDS)] = Field(
         default_factory=list, description="a list of token ids"
     )
     ignore_eos: bool | None = Field(None, description="true or false")
@@ -252,6 +255,7 @@ class ModelBody(TypedDict):
     owned_by: str
     root: str
     max_model_len: int
+    default_sampling: dict[str, float]
 
 
 class ModelList(TypedDict):

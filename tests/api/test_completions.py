@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from server.api.sampling import AllowedTokens
 from server.generation import GenerationRequest
 from tests.api.conftest import Serve, Served
 from tests.api.fake_engine import BOS, EOS, ByteTokenizer, FakeEngine
@@ -83,6 +84,8 @@ async def test_model_defaults_come_before_openais_and_after_the_request(served: 
     await served.complete(prompt="x", top_p=0.5)
     params = served.engine.requests[0].params
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.6, 20, 0.5, 0.0)
+    shown = (await served.client.get("/v1/models/tiny")).json()["default_sampling"]
+    assert shown == {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0, "repetition_penalty": 1}
 
 
 async def test_every_field_reaches_the_engine(served: Served) -> None:
@@ -102,6 +105,7 @@ async def test_every_field_reaches_the_engine(served: Served) -> None:
         stop=["END"],
         stop_token_ids=[10],
         ignore_eos=True,
+        allowed_token_ids=[66, 70],
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         logprobs=0,
@@ -118,6 +122,7 @@ async def test_every_field_reaches_the_engine(served: Served) -> None:
     assert params.seed == -(2**63)
     assert params.stop_token_ids == {10}
     assert params.logprobs == 0
+    assert isinstance(request.constraint, AllowedTokens)
     assert request.stop == ("END",)
     assert (request.include_stop_str, request.skip_special_tokens) == (True, False)
     assert (request.priority, request.cache_salt, request.endpoint) == (-3, "tenant", "completions")

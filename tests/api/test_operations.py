@@ -59,6 +59,9 @@ async def test_models(serve: Serve) -> None:
         assert listed["data"][0] == {
             "id": "tiny", "object": "model", "created": 1_700_000_000, "owned_by": "sluice", "root": "/models/tiny",
             "max_model_len": 64,
+            "default_sampling": {
+                "temperature": 1.0, "top_p": 1.0, "top_k": 0.0, "min_p": 0.0, "repetition_penalty": 1.0,
+            },
         }  # fmt: skip
         response = await served.client.get("/v1/models/none")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")

@@ -64,6 +64,7 @@ OTHERS = {
         '{"258": 5}', '{"-1": 5}', '{"99999999999999999999": 1}', '{"abc": 1}', '{"1.5": 1}', '{"49": 1000}',
         '{"49": null}', '{"49": true}', '{"49": "1"}', '{"49": NaN}', '{"49": 1e400}', "[]", '"x"', '{"049": 1}',
     ],
+    "allowed_token_ids": ["[258]", "[-1]", "[true]", "7", "[[1]]"],
     "stop_token_ids": ["[258]", "[-1]", "[1e20]", "[true]", '["1"]', "7", "{}", "[1.0]"],
     "prompt": [
         "[]", "[[]]", '["ok", []]', '""', '[""]', '["ok", ""]', "{}", "7", "null", "true", '[1, "a"]', "[1, [2]]",
@@ -135,6 +136,14 @@ async def test_best_of_needs_n_and_no_stream(served: Served) -> None:
     assert error["param"] == "best_of"
     assert "streamed" in error["message"]
     assert not served.engine.streams
+
+
+async def test_no_token_to_draw_is_refused(served: Served) -> None:
+    error = check_error(await served.post(prompt="x", allowed_token_ids=[257], min_tokens=1))
+    assert (error["param"], "min_tokens" in error["message"]) == ("allowed_token_ids", True)
+    await served.complete(prompt="x", allowed_token_ids=[257], min_tokens=1, ignore_eos=True)
+    await served.complete(prompt="x", allowed_token_ids=[])
+    assert served.engine.requests[-1].constraint is None
 
 
 async def test_a_prompt_cannot_be_cut_to_nothing(served: Served) -> None:

@@ -20,6 +20,7 @@ def _describe(name: str, model: ModelCard) -> ModelBody:
         "owned_by": "sluice",
         "root": model.root,
         "max_model_len": model.max_model_len,
+        "default_sampling": model.sampling_defaults,
     }
 
 

@@ -10,7 +10,7 @@ import server
 from server.api import errors
 from server.api.exchange import ExchangeMiddleware
 from server.api.ports import Engine
-from server.api.routes import completions, health, models
+from server.api.routes import chat, completions, health, models
 from server.api.service import KEEP_ALIVE_SECONDS, Service
 from server.config import ServeSettings
 from server.metrics import Metrics
@@ -33,6 +33,6 @@ def create_app(
     app.add_exception_handler(errors.ClientGone, errors.on_client_gone)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(RequestValidationError, errors.on_unfit_parameter)
-    for routes in (health, models, completions):
+    for routes in (health, models, completions, chat):
         app.include_router(routes.router)
     return app

@@ -147,8 +147,8 @@ def refused(error: EngineError) -> APIError:
     return APIError(500, str(error), code="generation_failed")
 
 
-def too_long(message: str) -> APIError:
-    return APIError(400, message, param="prompt", code="context_length_exceeded", reason="too_long")
+def too_long(message: str, param: str = "prompt") -> APIError:
+    return APIError(400, message, param=param, code="context_length_exceeded", reason="too_long")
 
 
 def internal_error() -> APIError:

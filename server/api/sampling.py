@@ -69,13 +69,14 @@ def sibling(params: SamplingParams, seed: int, index: int) -> SamplingParams:
     return dataclasses.replace(params, seed=seed)
 
 
-def output_cap(asked: int, prompt_tokens: int, model: ModelCard) -> int:
-    """`max_tokens` cut to the room that the prompt leaves. Raises APIError 400 if it leaves none."""
+def output_cap(asked: int, prompt_tokens: int, model: ModelCard, field: str = "prompt") -> int:
+    """`max_tokens` cut to the room that the prompt, sent as `field`, leaves. Raises APIError 400 if it leaves none."""
     room = model.max_model_len - prompt_tokens
     if room < 0 or (room == 0 and asked > 0):
         raise too_long(
             f"The prompt has {prompt_tokens} tokens, but prompt and output together may have at most "
-            f"{model.max_model_len} ({model.limited_by}), which leaves no room for an output. Shorten the prompt."
+            f"{model.max_model_len} ({model.limited_by}), which leaves no room for an output. Shorten the prompt.",
+            field,
         )
     return min(asked, room)
 

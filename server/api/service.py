@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from starlette.requests import Request
 
+from server.api.chat.dialect import Dialect, load_dialect
 from server.api.errors import APIError, show, unavailable
 from server.api.ports import Engine
 from server.config import ServeSettings
@@ -63,6 +64,7 @@ class Service:
         self._workers = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large")
         self._scrapes = ThreadPoolExecutor(1, thread_name_prefix="metrics")
+        self._dialect: Dialect | None = None
 
     @property
     def phase(self) -> Phase:
@@ -90,6 +92,12 @@ class Service:
         self._open.setdefault(request.request_id, []).append(request)
 
     def closed(self, request: OpenRequest) -> None:
+    def dialect(self, tokenizer: Tokenizer) -> Dialect:
+        """How the model is talked to, made at the first call; call it in a worker. Raises APIError."""
+        if self._dialect is None:
+            self._dialect = load_dialect(tokenizer, self.settings)
+        return self._dialect
+
         requests = self._open[request.request_id]
         requests.remove(request)
         if not requests:

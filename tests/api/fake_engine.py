@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from server.generation import (
     EngineStatus,
@@ -38,6 +38,11 @@ class ByteTokenizer:
 
     def __init__(self, adds_bos: bool = False) -> None:
         self.adds_bos = adds_bos
+    special_token_names: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>"}
+    chat_templates: Mapping[str, str] = {
+        "default": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    }
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * (self.adds_bos and add_special_tokens) + list(text.encode())

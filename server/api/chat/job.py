@@ -1,0 +1,258 @@
+"""From the body of a chat to the sequences it asks for. Everything that can be refused is refused here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+from server.api.chat.dialect import Dialect
+from server.api.chat.messages import num_characters
+from server.api.chat.tools import resolve_choice
+from server.api.chat.wire import ChatRequest
+from server.api.errors import invalid, show, too_long
+from server.api.exchange import Exchange
+from server.api.parameters import IGNORED_HEADER, ignored_header
+from server.api.sampling import check_ids, output_cap, sampling_params, sibling
+from server.api.sequences import sequences
+from server.api.service import Service, served_name
+from server.generation import GenerationRequest, ModelCard
+
+if TYPE_CHECKING:
+    from server.text.chat_template import Rendered
+    from server.text.formats import ReplyFormat
+    from server.text.reply import ReplyParser
+    from server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """What a route made of its body: a chat, the fields that nobody knows, and what its writer wants to remember."""
+
+    body: ChatRequest
+    unknown: Sequence[str] = ()
+    extra: Any = None
+
+
+class InWorker(Protocol):
+    """`Service.in_worker` or `Service.in_large_worker`."""
+
+    def __call__(self, function: Any, *args: Any) -> Awaitable[Any]: ...
+
+
+@dataclass(frozen=True)
+class ChatJob:
+    """A chat that has passed every check, and what became of it.
+
+    request_id: the exchange's, of which the id in the body is made.
+    tools: those the reply may call, none where it must not.
+    prompt_text: the rendered prompt.
+    extra: as in `Translated`.
+    """
+
+    body: ChatRequest
+    request_id: str
+    model_name: str
+    tokenizer: Tokenizer
+    format: ReplyFormat
+    tools: Sequence[Mapping[str, Any]]
+    prompt_text: str
+    requests: list[GenerationRequest]
+    headers: dict[str, str]
+    extra: Any = None
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def n(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def width(self) -> int:
+        """Sequences of the one prompt."""
+        return self.n
+
+    @property
+    def streaming(self) -> bool:
+        return bool(self.body.stream)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.requests[0].prompt_ids)
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities in the whole answer, at most."""
+        if not self.body.logprobs:
+            return 0
+        return sum(request.max_tokens for request in self.requests) * (1 + (self.body.top_logprobs or 0))
+
+    @property
+    def max_calls(self) -> float:
+        """How many calls one reply may have; the model is not asked before it makes further ones."""
+        return 1 if self.body.parallel_tool_calls is False else float("inf")
+
+    @cached_property
+    def hidden_ids(self) -> frozenset[int]:
+        """Special tokens that add nothing to the text."""
+        request = self.requests[0]
+        return self.tokenizer.special_ids - request.shown_special_ids if request.skip_special_tokens else frozenset()
+
+    def parser(self) -> ReplyParser:
+        """For one choice."""
+        return self.format.parser(self.prompt_text, tools=self.tools)
+
+
+async def prepare(
+    service: Service,
+    exchange: Exchange,
+    translated: Translated,
+    worker: InWorker,
+    *,
+    endpoint: str,
+    field: str,
+) -> ChatJob:
+    """Raises APIError. `field` is what the route calls the conversation."""
+    body = translated.body
+    model, tokenizer = service.ready_model()
+    name = served_name(body.model, model)
+    max_tokens = _max_tokens(body, model)
+    _check_together(body, max_tokens, service.settings.max_queued_requests)
+    choice = resolve_choice(body.tools, body.tool_choice)
+    wanted = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, model, wanted)
+    tools = [] if choice == "none" else body.tools
+
+    def build() -> tuple[Dialect, Rendered, list[GenerationRequest]]:
+        dialect = service.dialect(tokenizer)
+        rendered = _render(body, tools, dialect, tokenizer, model, field)
+        cap = output_cap(max_tokens, len(rendered.ids), model, field)
+        seed = service.fresh_seed() if body.seed is None else body.seed
+        requests = sequences(
+            body,
+            tuple(rendered.ids),
+            [sibling(params, seed, i) for i in range(body.n or 1)],
+            cap,
+            prefix=f"{exchange.request_id}/{service.fresh_serial()}",
+            first=0,
+            endpoint=endpoint,
+            streaming=bool(body.stream),
+            tenant=exchange.tenant,
+            shown_special_ids=dialect.format.marker_ids,
+        )
+        return dialect, rendered, requests
+
+    dialect, rendered, requests = await worker(build)
+    headers = {IGNORED_HEADER: ignored_header(translated.unknown)} if translated.unknown else {}
+    return ChatJob(
+        body,
+        exchange.request_id,
+        name,
+        tokenizer,
+        dialect.format,
+        tools,
+        rendered.text,
+        requests,
+        headers,
+        translated.extra,
+    )
+
+
+def _max_tokens(body: ChatRequest, model: ModelCard) -> int:
+    """Without a limit, the room that the prompt leaves."""
+    asked, old = body.max_completion_tokens, body.max_tokens
+    if asked is not None and old is not None and asked != old:
+        raise invalid("max_tokens", f"'max_tokens' is {old} and 'max_completion_tokens' {asked}; send one of them.")
+    limit = old if asked is None else asked
+    return model.max_model_len if limit is None else limit
+
+
+def _check_together(body: ChatRequest, max_tokens: int, most: int) -> None:
+    """Fields that are fine each alone. `most` is how many sequences a request may have."""
+    n = body.n or 1
+    if n > most:
+        raise invalid("n", f"'n' is {n}; one request may have up to {most} sequences (--max-queued-requests).")
+    if body.stream_options and not body.stream:
+        raise invalid("stream_options", "'stream_options' is allowed only with 'stream': true.")
+    if (body.min_tokens or 0) > max_tokens:
+        raise invalid("min_tokens", f"'min_tokens' must be at most {max_tokens}, the limit; got {body.min_tokens}.")
+    if body.top_logprobs and not body.logprobs:
+        raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            message = (
+                "'continue_final_message' goes on with the last message; 'add_generation_prompt' begins a new one."
+            )
+            raise invalid("continue_final_message", message)
+        last = body.messages[-1]
+        if last["role"] != "assistant" or last.get("tool_calls"):
+            message = "'continue_final_message' needs a last message of the assistant, without 'tool_calls'."
+            raise invalid("continue_final_message", message)
+
+
+def _render(
+    body: ChatRequest,
+    tools: Sequence[Mapping[str, Any]],
+    dialect: Dialect,
+    tokenizer: Tokenizer,
+    model: ModelCard,
+    field: str,
+) -> Rendered:
+    """The prompt. Raises APIError 400."""
+    from server.text.chat_template import TemplateFailed
+
+    _check_length(body, tokenizer, model, field)
+    continues = bool(body.continue_final_message)
+    starts = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    kwargs = _template_kwargs(body, dialect.template.source)
+    try:
+        rendered = dialect.template.render(
+            _roles(body.messages, dialect.template.source),
+            tools=list(tools) or None,
+            add_generation_prompt=starts,
+            continue_final_message=continues,
+            kwargs=kwargs,
+        )
+    except TemplateFailed as error:
+        raise invalid(
+            field, f"The chat template does not take this conversation: {error}.", "template_failed"
+        ) from None
+    if not rendered.ids:
+        raise invalid(field, f"The chat template makes an empty prompt of these '{field}'.")
+    check_ids(field, rendered.ids, model)  # a tokenizer may have tokens that the model has no place for
+    return rendered
+
+
+def _check_length(body: ChatRequest, tokenizer: Tokenizer, model: ModelCard, field: str) -> None:
+    """Refuse at once what cannot be short enough: rendering and tokenizing megabytes takes seconds."""
+    characters = num_characters(body.messages)
+    if characters <= model.max_model_len:
+        return
+    longest = tokenizer.longest_token
+    if longest is not None and (least := characters // longest) >= model.max_model_len:
+        message = f"'{field}' of {characters} characters make at least {least} tokens"
+        raise too_long(f"{message}, the limit is {model.max_model_len} ({model.limited_by}).", field)
+
+
+def _roles(messages: Sequence[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    """The developer speaks as the system where the template knows no developer."""
+    if "developer" in source:
+        return list(messages)
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
+def _template_kwargs(body: ChatRequest, source: str) -> dict[str, Any]:
+    """The template's further variables, `reasoning_effort` among them where the template has a switch for it."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is None:
+        return kwargs
+    if "reasoning_effort" in source:
+        kwargs.setdefault("reasoning_effort", effort)
+    elif "enable_thinking" in source:
+        kwargs.setdefault("enable_thinking", effort != "none")
+    elif effort != "none":
+        message = f"'reasoning_effort' {show(effort)} is not supported: this model's chat template has no such switch."
+        raise invalid("reasoning_effort", message, "unsupported_parameter")
+    return kwargs

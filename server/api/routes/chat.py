@@ -1,0 +1,34 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.chat.job import Translated
+from server.api.chat.serve import serve_chat
+from server.api.chat.wire import CHAT, ChatBody, ChatRequest
+from server.api.chat.writer import ChatWriter
+from server.api.parameters import check_unhandled
+from server.api.wire import parse, request_schema
+
+router = APIRouter(tags=["chat"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatBody,
+    openapi_extra={"requestBody": request_schema(ChatRequest)},
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Answer a conversation with `n` replies; streamed as server-sent events or whole."""
+    return await serve_chat(request, "chat", _translate, ChatWriter)
+
+
+def _translate(raw: Mapping[str, Any]) -> Translated:
+    unknown = check_unhandled(raw, ChatRequest.model_fields.keys(), CHAT)
+    return Translated(parse(ChatRequest, raw), unknown)

@@ -1,0 +1,95 @@
+"""From a request for a generation to its answer: what all generating routes do around their own job and writer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.body import parse_object, read_body
+from server.api.exchange import Exchange, exchange_of
+from server.api.generation import Generation, counting_refusal, preparing
+from server.api.service import Service, service_of
+from server.api.sse import EventStream
+from server.api.watch import DisconnectWatch
+from server.generation import GenerationRequest
+
+# A larger body is parsed and checked in a worker, so that it does not delay other requests' tokens.
+_LARGE_BODY = 64 * 1024
+# An answer with more log-probabilities than this takes tens of milliseconds to write, which a worker then does.
+_MANY_SCORES = 10_000
+
+
+class Job(Protocol):
+    """A body that has passed every check. `width` sequences of `requests` share each prompt."""
+
+    @property
+    def requests(self) -> Sequence[GenerationRequest]: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def streaming(self) -> bool: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+
+class Writer(Protocol):
+    """Writes the outputs of a generation, either as one body or as events; only one of the two is called."""
+
+    @property
+    def num_scores(self) -> int:
+        """Log-probabilities in the whole answer, at most."""
+        ...
+
+    async def whole(self) -> Mapping[str, Any]: ...
+
+    def events(self) -> AsyncGenerator[bytes, None]: ...
+
+
+J = TypeVar("J", bound=Job)
+Prepare = Callable[[Service, Exchange, dict[str, Any], bool], Coroutine[Any, Any, J]]
+
+
+async def serve(
+    request: Request, endpoint: str, prepare: Prepare[J], make_writer: Callable[[J, Generation], Writer]
+) -> Response:
+    """Answer `request`, streamed or whole, as its body says.
+
+    prepare: makes the job of (service, exchange, body, whether the body is large). All that can be refused is refused
+        there, before the status line of a stream goes out. Raises APIError.
+    """
+    service, exchange = service_of(request), exchange_of(request)
+    with counting_refusal(service, endpoint, False):
+        service.ready_model()
+        data = await read_body(request)
+        large = len(data) > _LARGE_BODY
+        raw = await service.in_large_worker(parse_object, data) if large else parse_object(data)
+    watch = DisconnectWatch(request.receive)
+    try:
+        with preparing(service, endpoint, raw.get("stream") is True):
+            job = await watch.guard(prepare(service, exchange, raw, large))
+        generation = Generation(service, exchange, job.requests, job.width)
+    except BaseException:
+        watch.close()
+        raise
+    writer = make_writer(job, generation)
+    if job.streaming:
+        return EventStream(writer.events(), generation.close, watch, exchange, service.keep_alive, job.headers)
+    try:
+        answer = await watch.guard(writer.whole())
+    finally:
+        generation.close()
+        watch.close()
+    many = writer.num_scores > _MANY_SCORES
+    body = await service.in_large_worker(_dump, answer) if many else _dump(answer)
+    return Response(body, 200, job.headers, "application/json")
+
+
+def _dump(answer: Mapping[str, Any]) -> bytes:
+    return json.dumps(answer).encode()

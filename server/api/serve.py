@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.body import parse_object, read_body
+from server.api.errors import APIError
 from server.api.exchange import Exchange, exchange_of
 from server.api.generation import Generation, counting_refusal, preparing
 from server.api.service import Service, service_of
@@ -51,6 +52,10 @@ class Writer(Protocol):
 
     def events(self) -> AsyncGenerator[bytes, None]: ...
 
+    def failure(self, error: APIError) -> bytes:
+        """The last event of a stream that fails."""
+        ...
+
 
 J = TypeVar("J", bound=Job)
 Prepare = Callable[[Service, Exchange, dict[str, Any], bool], Coroutine[Any, Any, J]]
@@ -80,7 +85,9 @@ async def serve(
         raise
     writer = make_writer(job, generation)
     if job.streaming:
-        return EventStream(writer.events(), generation.close, watch, exchange, service.keep_alive, job.headers)
+        return EventStream(
+            writer.events(), generation.close, watch, exchange, service.keep_alive, job.headers, writer.failure
+        )
     try:
         answer = await watch.guard(writer.whole())
     finally:

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from server.api.chat.job import ChatJob, Translated, prepare
 from server.api.exchange import Exchange
 from server.api.generation import Generation
+from server.api.renaming import NONE, Names, renamed
 from server.api.serve import Writer, serve
 from server.api.service import Service
 
@@ -19,17 +20,25 @@ MakeWriter = Callable[[ChatJob, Generation], Writer]
 
 
 async def serve_chat(
-    request: Request, endpoint: str, translate: Translate, make_writer: MakeWriter, *, field: str = "messages"
+    request: Request,
+    endpoint: str,
+    translate: Translate,
+    make_writer: MakeWriter,
+    *,
+    field: str = "messages",
+    names: Names = NONE,
 ) -> Response:
     """Answer a chat, streamed or whole.
 
     translate: makes the chat of a body; raises APIError. It runs in a worker if the body is large.
     field: what the route calls the conversation, for errors about its length.
+    names: what it calls other fields of the chat, for errors that are found after the translation.
     """
 
     async def job(service: Service, exchange: Exchange, raw: dict[str, Any], large: bool) -> ChatJob:
         worker = service.in_large_worker if large else service.in_worker
         translated = await worker(translate, raw) if large else translate(raw)
-        return await prepare(service, exchange, translated, worker, endpoint=endpoint, field=field)
+        with renamed(names):
+            return await prepare(service, exchange, translated, worker, endpoint=endpoint, field=field)
 
     return await serve(request, endpoint, job, make_writer)

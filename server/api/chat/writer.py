@@ -12,8 +12,9 @@ import server
 from server.api.chat.job import ChatJob
 from server.api.chat.reply import ChatDelta, ChatReply
 from server.api.chat.wire import ChatBody, ChatChoiceBody, MessageBody, ScoreBody, ScoresBody, ToolCallBody
+from server.api.errors import APIError
 from server.api.generation import Generation
-from server.api.sse import DONE, event
+from server.api.sse import DONE, error_event, event
 from server.text.reply import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 
 FINGERPRINT = f"sluice-{server.__version__}"
@@ -43,6 +44,9 @@ class ChatWriter:
             "choices": [message.body(index, bool(job.body.logprobs)) for index, message in enumerate(messages)],
             "usage": self._reply.usage(),
         }
+
+    def failure(self, error: APIError) -> bytes:
+        return error_event(error)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Each chunk is put together from prepared text: this runs once a token for every stream there is."""

@@ -8,9 +8,10 @@ from contextlib import aclosing
 from json.encoder import encode_basestring_ascii as quote
 
 from server.api.completions.job import Job
+from server.api.errors import APIError
 from server.api.generation import Generation
 from server.api.logprobs import LogprobsWriter
-from server.api.sse import DONE, event
+from server.api.sse import DONE, error_event, event
 from server.api.wire import ChoiceBody, CompletionBody, LogprobsBody
 from server.generation import Output
 from server.step import TokenLogprobs
@@ -80,6 +81,9 @@ class CompletionWriter:
             "choices": choices,
             "usage": self._generation.usage(),
         }
+
+    def failure(self, error: APIError) -> bytes:
+        return error_event(error)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Each chunk is put together from prepared text: this runs once a token for every stream there is."""

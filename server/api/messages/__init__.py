@@ -1,0 +1,1 @@
+"""POST /v1/messages: Anthropic's interface as a translation of chat."""

@@ -1,0 +1,53 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.chat.job import Translated
+from server.api.chat.serve import serve_chat
+from server.api.chat.wire import ChatRequest
+from server.api.messages.translate import left_out, to_chat
+from server.api.messages.wire import HARMLESS, MESSAGES, CountTokensRequest, MessagesRequest
+from server.api.messages.writer import MessagesWriter
+from server.api.parameters import check_unhandled
+from server.api.renaming import Names, renamed
+from server.api.wire import parse, request_schema
+
+router = APIRouter(prefix="/v1/messages", tags=["messages"])
+
+ENDPOINT = "messages"
+NAMES: Names = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    r"response_format(\.json_schema)?": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
+    r"tools\[(\d+)\]\.function": r"tools[\1]",
+    r"tool_choice\.function": "tool_choice",
+}
+
+
+@router.post("", openapi_extra={"requestBody": request_schema(MessagesRequest)})
+async def create_message(request: Request) -> Response:
+    """Answer the conversation, streamed as server-sent events or whole."""
+    return await serve_chat(request, ENDPOINT, _translate, MessagesWriter, names=NAMES)
+
+
+def _translate(raw: Mapping[str, Any]) -> Translated:
+    return _chat_of(MessagesRequest, raw)
+
+
+def _chat_of(kind: type[CountTokensRequest], raw: Mapping[str, Any]) -> Translated:
+    handled = kind.model_fields.keys() | HARMLESS
+    unknown = check_unhandled(raw, handled, MESSAGES)
+    body = parse(kind, raw)
+    chat = to_chat(body, raw)
+    with renamed(NAMES):
+        return Translated(parse(ChatRequest, chat), [*unknown, *left_out(body)], body)

@@ -31,31 +31,41 @@ class Admission:
     def waiting_tokens(self) -> int:
         return self._entered - self._left
 
-    def check(self, requests: Sequence[GenerationRequest], num_open: int) -> None:
-        """Raises QueueFull or BodyTooLarge unless `requests` may join the `num_open` that there are."""
+    def check_room(self, num_open: int, more: int) -> None:
+        """Raises QueueFull if `more` sequences, of a token at least, may not join the `num_open` that there are."""
         most = self.max_num_seqs + self.max_queued_requests
-        excess = num_open + len(requests) - most
+        excess = num_open + more - most
         if excess > 0:
             raise QueueFull(
-                f"{num_open} requests are open and {len(requests)} more are {excess} too many: "
+                f"{num_open} requests are open and {more} more are {excess} too many: "
                 f"--max-num-seqs and --max-queued-requests allow {most}.",
                 self.retry_after(excess),
                 "queue_full",
             )
+        if self.waiting_tokens >= self.max_queued_tokens:
+            raise self._too_many_tokens(more, num_open)
+
+    def check(self, requests: Sequence[GenerationRequest], num_open: int) -> None:
+        """Raises QueueFull or BodyTooLarge unless `requests` may join the `num_open` that there are."""
+        self.check_room(num_open, len(requests))
         tokens = sum(map(queued_tokens, requests))
         if tokens > self.max_queued_tokens:
             raise BodyTooLarge(
                 f"The prompts of this request have {tokens} tokens together; "
                 f"at most {self.max_queued_tokens} may wait (--max-queued-tokens). Send fewer at a time."
             )
-        excess = self.waiting_tokens + tokens - self.max_queued_tokens
-        if excess > 0:
-            raise QueueFull(
-                f"{self.waiting_tokens} prompt tokens are waiting and {tokens} more are {excess} too many: "
-                f"--max-queued-tokens allows {self.max_queued_tokens}.",
-                self.retry_after(num_open * excess / self.waiting_tokens),
-                "queue_tokens",
-            )
+        if self.waiting_tokens + tokens > self.max_queued_tokens:
+            raise self._too_many_tokens(tokens, num_open)
+
+    def _too_many_tokens(self, more: int, num_open: int) -> QueueFull:
+        waiting = self.waiting_tokens
+        excess = waiting + more - self.max_queued_tokens
+        return QueueFull(
+            f"{waiting} prompt tokens are waiting and {more} more are {excess} too many: "
+            f"--max-queued-tokens allows {self.max_queued_tokens}.",
+            self.retry_after(num_open * excess / waiting),
+            "queue_tokens",
+        )
 
     def enter(self, request: GenerationRequest) -> None:
         self._entered += queued_tokens(request)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import threading
 import time
@@ -22,9 +21,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from server.admission import Admission
 from server.config import ServeSettings
+from server.deadlines import Deadlines
 from server.delivery import GenerationStream
 from server.generation import (
+    DeadlineExceeded,
+    EngineError,
     EngineStatus,
     EngineUnavailable,
     GenerationFailed,
@@ -32,7 +35,7 @@ from server.generation import (
     ModelCard,
     Output,
     Phase,
-    QueueFull,
+    QueueTimeout,
     RequestTooLong,
 )
 from server.metrics import Metrics
@@ -40,7 +43,7 @@ from server.model.errors import ModelLoadError
 from server.reports import AbortCause, FinishedReport, PoolReport, StepReport
 from server.scheduler.request import Request
 from server.scheduler.scheduler import Progress, Scheduler
-from server.session import Session
+from server.session import Session, Submission
 from server.step import NonFiniteLogits, StepPlan, StepResult
 from server.text.tokenizer import Tokenizer
 
@@ -51,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_REPORT_SECONDS = 1.0
 _LIFE = (Phase.LOADING, Phase.READY, Phase.DRAINING, Phase.DEAD)
-MAX_RETRY_AFTER_SECONDS = 60
 
 
 class AsyncEngine:
@@ -66,8 +68,10 @@ class AsyncEngine:
         self._phase_lock = threading.Lock()
         self._detail = "starting"
         self._open: dict[str, GenerationStream] = {}
-        self._max_open = 0
-        self._mean_seconds = 1.0  # that requests run which come to their end, for Retry-After
+        self._admission: Admission | None = None  # once loaded
+        self._stall_limit = 0.0
+        self._step_begun: float | None = None  # when the step in progress began; None while idle
+        metrics.watch_step(self._step_age)
         self._inbox: deque[Callable[[], None]] = deque()
         self._thread = threading.Thread(target=self._main, name="sluice-engine", daemon=True)
         self._caller_loop: asyncio.AbstractEventLoop | None = None
@@ -80,6 +84,7 @@ class AsyncEngine:
         self._sessions: dict[str, Session] = {}
         self._device = ThreadPoolExecutor(1, thread_name_prefix="sluice-device")
         self._streams: dict[str, GenerationStream] = {}
+        self._deadlines = Deadlines()
         self._outbox: list[tuple[GenerationStream, Output | Exception]] = []
         self._recomputed_tokens = 0
 
@@ -87,23 +92,51 @@ class AsyncEngine:
 
     @property
     def status(self) -> EngineStatus:
-        started = self._started if self._phase is not Phase.DEAD else None
-        running = len(started.scheduler.running) if started is not None else 0
-        return EngineStatus(self._phase, self._detail, running, max(0, len(self._open) - running))
+        """How the engine is, as it says itself or, should its thread hang, as it can be seen from outside."""
+        started, admission = self._started, self._admission
+        if started is None or admission is None or self._phase is Phase.DEAD:
+            return EngineStatus(self._phase, self._detail, waiting=len(self._open))
+        running = len(started.scheduler.running)
+        pool = started.scheduler.pool
+        age = self._step_age()
+        return EngineStatus(
+            self._phase,
+            self._detail,
+            running=running,
+            waiting=max(0, len(self._open) - running),
+            waiting_tokens=admission.waiting_tokens,
+            kv_usage=pool.num_used / pool.capacity,
+            max_num_seqs=admission.max_num_seqs,
+            max_queued_requests=admission.max_queued_requests,
+            max_queued_tokens=admission.max_queued_tokens,
+            stalled_seconds=age if age > self._stall_limit else 0.0,
+        )
+
+    def _step_age(self) -> float:
+        """Seconds since the step in progress began; 0 when there is none. On any thread."""
+        begun = self._step_begun
+        return 0.0 if begun is None else time.monotonic() - begun
 
     async def start(self) -> None:
         """Begin to load; returns at once. `status` tells how far it is."""
         self._caller_loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def check_room(self, more: int) -> None:
+        """Raises QueueFull if `more` sequences could not be submitted now, however short they are."""
+        if self._admission is not None:
+            self._admission.check_room(len(self._open), more)
+
     def submit(self, requests: Sequence[GenerationRequest]) -> list[GenerationStream]:
         """Queue requests, all of them or none.
 
-        Raises EngineUnavailable, QueueFull or RequestTooLong; after it has returned, failures come from the streams.
+        Raises EngineUnavailable, QueueFull, BodyTooLarge or RequestTooLong; after it has returned, failures come from
+        the streams.
         """
         if self._phase is not Phase.READY:
             raise EngineUnavailable(self._detail, self._phase)
         assert self.model is not None
+        assert self._admission is not None
         for request in requests:
             length = len(request.prompt_ids) + request.max_tokens
             if length > self.model.max_model_len:
@@ -113,21 +146,14 @@ class AsyncEngine:
                 )
             if request.request_id in self._open:
                 raise ValueError(f"request id {request.request_id!r} is in use")
-        excess = len(self._open) + len(requests) - self._max_open
-        if excess > 0:
-            raise QueueFull(
-                f"{len(self._open)} requests are open and {len(requests)} more are {excess} too many: "
-                f"--max-num-seqs and --max-queued-requests allow {self._max_open}",
-                self._retry_after(excess),
-            )
-        return [self._open_stream(request) for request in requests]
-
-    def _open_stream(self, request: GenerationRequest) -> GenerationStream:
-        stream = GenerationStream(request.request_id, self.abort)
-        self._open[request.request_id] = stream
-        arrived = time.monotonic()
-        self._post(lambda: self._take_in(request, stream, arrived))
-        return stream
+        self._admission.check(requests, len(self._open))
+        streams = [GenerationStream(request.request_id, self.abort) for request in requests]
+        for request, stream in zip(requests, streams, strict=True):
+            self._admission.enter(request)
+            self._open[request.request_id] = stream
+        submission = Submission(arrived=time.monotonic())
+        self._post(lambda: self._take_in(requests, streams, submission))
+        return streams
 
     def abort(self, request_id: str, cause: AbortCause) -> None:
         """End an open request; unknown ids, and those just finished, are ignored."""
@@ -155,12 +181,6 @@ class AsyncEngine:
         if self._phase is not Phase.LOADING and self._engine_loop is not None:
             await asyncio.to_thread(self._thread.join)
             self._device.shutdown()
-
-    def _retry_after(self, places: int) -> int:
-        """Seconds until so many places in the queue are likely: the time the batch takes to finish as many requests."""
-        assert self._started is not None
-        seconds = self._mean_seconds * places / self._started.scheduler.config.max_num_seqs
-        return max(1, min(MAX_RETRY_AFTER_SECONDS, math.ceil(seconds)))
 
     async def _until_idle(self) -> None:
         while self._open:
@@ -210,7 +230,12 @@ class AsyncEngine:
         self.model = self._started.card
         self.tokenizer = self._started.tokenizer
         self.metrics.startup("total", time.monotonic() - begun)
-        self._max_open = self._started.scheduler.config.max_num_seqs + self.settings.max_queued_requests
+        self._admission = Admission(
+            self._started.scheduler.config.max_num_seqs,
+            self.settings.max_queued_requests,
+            self.settings.queued_tokens_limit(self.model.max_model_len),
+        )
+        self._stall_limit = self.settings.stall_limit(self._started.device_type)
 
     def _report_loading(self, phase: str, fraction: float) -> None:
         self._detail = f"{phase} ({fraction:.0%})"
@@ -229,28 +254,96 @@ class AsyncEngine:
         self._engine_loop = asyncio.get_running_loop()
         self._reach(Phase.READY, "")
         while not self._stopping:
-            begun = time.monotonic()
+            begun = self._step_begun = time.monotonic()
             self._wake.clear()
             while self._inbox:
                 self._inbox.popleft()()
+            self._end_expired()
             plan = scheduler.plan()
             if plan is None:
                 self._report_pool(scheduler)
                 self._flush()
+                self._step_begun = None
                 await self._wait_for_work()
                 continue
             now = time.monotonic()
             for sequence in scheduler.admitted:
-                session = self._sessions[sequence.request_id]
-                session.admitted = now
-                self._streams[sequence.request_id].queue_seconds = now - session.arrived
+                self._note_start(self._sessions[sequence.request_id], now)
             self._report_pool(scheduler)
             try:
-                result = await self._engine_loop.run_in_executor(self._device, started.runner.run, plan)
+                result = await self._compute(started.runner.run, plan)
             except NonFiniteLogits as error:
                 self._fail(scheduler, error)
             else:
                 self._finish_step(scheduler, plan, result, begun, now)
+
+    async def _compute(self, run: Callable[[StepPlan], StepResult], plan: StepPlan) -> StepResult:
+        """Run the step on the device's thread. A request whose time is up meanwhile does not wait for its end."""
+        assert self._engine_loop is not None
+        step = self._engine_loop.run_in_executor(self._device, run, plan)
+        while (deadline := self._deadlines.next) is not None and not step.done():
+            await asyncio.wait({step}, timeout=max(0.0, deadline - time.monotonic()))
+            self._end_expired()
+            self._flush()
+        return await step
+
+    def _note_start(self, session: Session, now: float) -> None:
+        assert self._admission is not None
+        session.admitted = now
+        session.submission.started = True
+        self._streams[session.request.request_id].queue_seconds = now - session.arrived
+        self._admission.leave(session.request)
+        if session.queue_deadline is not None:
+            self._deadlines.set(session.request.request_id, session.deadline)
+
+    def _end_expired(self) -> None:
+        """End the requests whose time is up."""
+        now = time.monotonic()
+        for request_id in self._deadlines.passed(now):
+            session = self._sessions[request_id]
+            if session.deadline is not None and session.deadline <= now:
+                self._run_out(session, now)
+            elif session.submission.started:  # a sibling has, so the work has begun
+                self._deadlines.set(request_id, session.deadline)
+            else:
+                self._time_out(session, now)
+
+    def _time_out(self, session: Session, now: float) -> None:
+        """End a request that did not start in time."""
+        assert self._started is not None
+        assert self._admission is not None
+        assert session.queue_deadline is not None
+        failure = QueueTimeout(
+            f"The request did not start within {session.queue_deadline - session.arrived:g} seconds "
+            "('queue_timeout', --queue-timeout); the server is busy, try again later.",
+            self._admission.retry_after(len(self._started.scheduler.waiting)),
+        )
+        self._end_early(session, failure, "queue_timeout", now)
+
+    def _run_out(self, session: Session, now: float) -> None:
+        """End a request that has had its time, with what it has; without anything, with an error."""
+        assert session.deadline is not None
+        has_scores = session.request.prompt_logprobs is None or session.first_token is not None
+        if session.submission.answered and has_scores:
+            output = session.run_out()
+            self.metrics.generated(len(output.tokens))
+            self._end_early(session, output, "deadline", now)
+            return
+        failure = DeadlineExceeded(
+            f"The request had no output after {session.deadline - session.arrived:g} seconds "
+            "('request_timeout', --request-timeout)."
+        )
+        self._end_early(session, failure, "deadline", now)
+
+    def _end_early(self, session: Session, last: Output | EngineError, cause: AbortCause, now: float) -> None:
+        """End a request before it is complete; `last` is what its caller gets."""
+        assert self._started is not None
+        sequence = session.sequence
+        in_vain = session.num_held if session.first_token is not None else sequence.num_computed - sequence.num_cached
+        self.metrics.discarded("disconnect" if cause == "disconnect" else "abort", max(0, in_vain))
+        self._started.scheduler.abort(sequence)
+        self._outbox.append((self._streams[session.request.request_id], last))
+        self._close(session, "abort", cause, now)
 
     async def _wait_for_work(self) -> None:
         """Wait for the inbox, telling the metrics about the time in parts."""
@@ -312,7 +405,7 @@ class AsyncEngine:
         session = self._sessions[progress.request.request_id]
         if not session.prompt_counted and (progress.token_id is not None or progress.finish_reason is not None):
             session.prompt_counted = True
-            if session.request.leader is None:  # siblings share one prompt, which usage counts once
+            if session.sequence.leader is None:  # siblings share one prompt, which usage counts once
                 self.metrics.prompt_computed(progress.request.num_prompt, progress.request.num_cached)
         if progress.token_id is not None:
             if session.first_token is None:
@@ -325,6 +418,7 @@ class AsyncEngine:
         output = session.advance(progress, self._started.tokenizer, self._started.card.eos_token_ids)
         if output is None:
             return 0
+        session.submission.answered = True
         self._outbox.append((self._streams[session.request.request_id], output))
         if output.finish_reason is not None:
             if progress.finish_reason is None:
@@ -332,7 +426,16 @@ class AsyncEngine:
             self._close(session, output.finish_reason, None, now)
         return len(output.tokens)
 
-    def _take_in(self, request: GenerationRequest, stream: GenerationStream, arrived: float) -> None:
+    def _take_in(
+        self, requests: Sequence[GenerationRequest], streams: Sequence[GenerationStream], submission: Submission
+    ) -> None:
+        for request, stream in zip(requests, streams, strict=True):
+            session = self._open_session(request, submission)
+            self._sessions[request.request_id] = session
+            self._streams[request.request_id] = stream
+            self._deadlines.set(request.request_id, _least(session.queue_deadline, session.deadline))
+
+    def _open_session(self, request: GenerationRequest, submission: Submission) -> Session:
         assert self._started is not None
         leader = self._sessions.get(request.leader) if request.leader is not None else None
         sequence = Request(
@@ -346,30 +449,28 @@ class AsyncEngine:
             prompt_logprobs=request.prompt_logprobs,
             leader=leader.sequence if leader is not None else None,
             constraint=request.constraint,
+            tenant=request.tenant,
         )
-        self._sessions[request.request_id] = Session(request, sequence, arrived)
-        self._streams[request.request_id] = stream
         self._started.scheduler.add(sequence)
+        queue_timeout = _least(request.queue_timeout, self.settings.queue_timeout)
+        timeout = _least(request.timeout, self.settings.request_timeout)
+        return Session(request, sequence, submission, queue_timeout, timeout)
 
     def _cut_off(self, request_id: str, cause: AbortCause) -> None:
-        assert self._started is not None
         session = self._sessions.get(request_id)
-        if session is None:
-            return
-        sequence = session.sequence
-        in_vain = session.num_held if session.first_token is not None else sequence.num_computed - sequence.num_cached
-        self.metrics.discarded("disconnect" if cause == "disconnect" else "abort", max(0, in_vain))
-        self._started.scheduler.abort(sequence)
-        self._outbox.append((self._streams[request_id], session.cut_off()))
-        self._close(session, "abort", cause, time.monotonic())
+        if session is not None:
+            self._end_early(session, session.cut_off(), cause, time.monotonic())
 
     def _close(self, session: Session, finish_reason: str, cause: AbortCause | None, now: float) -> None:
         """Forget a request that is over and report it."""
+        assert self._admission is not None
         del self._sessions[session.request.request_id], self._streams[session.request.request_id]
+        self._deadlines.set(session.request.request_id, None)
         total = now - session.arrived
-        if finish_reason in ("stop", "length"):
-            running = now - (session.admitted or session.arrived)
-            self._mean_seconds += 0.1 * (running - self._mean_seconds)
+        if session.admitted is None:
+            self._admission.leave(session.request)
+        elif finish_reason in ("stop", "length"):
+            self._admission.ran(now - session.admitted)
         usage = session.usage
         self.metrics.finished(
             FinishedReport(
@@ -387,6 +488,7 @@ class AsyncEngine:
         )
 
     def _report_pool(self, scheduler: Scheduler) -> None:
+        assert self._admission is not None
         stats = scheduler.stats()
         if stats.recomputed_tokens > self._recomputed_tokens:
             self.metrics.discarded("preemption", stats.recomputed_tokens - self._recomputed_tokens)
@@ -398,6 +500,7 @@ class AsyncEngine:
                 cached_blocks=stats.blocks_cached,
                 free_blocks=stats.blocks_free,
                 waiting=stats.waiting_by_reason,
+                waiting_tokens=self._admission.waiting_tokens,
                 evicted_blocks=stats.evicted_blocks,
                 preemptions=stats.preemptions,
                 queried_tokens=stats.queried_tokens,
@@ -415,6 +518,7 @@ class AsyncEngine:
     def _die(self, detail: str) -> None:
         """Fail every open request; the server stays up to say so."""
         self._reach(Phase.DEAD, detail)
+        self._step_begun = None
         self._flush()  # what was finished before stays finished
         try:
             self._close_all()
@@ -442,3 +546,7 @@ class AsyncEngine:
 
 def _between(earlier: float | None, later: float | None) -> float | None:
     return None if earlier is None or later is None else later - earlier
+
+
+def _least(*seconds: float | None) -> float | None:
+    return min((limit for limit in seconds if limit is not None), default=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from server.generation import GenerationRequest, Output, OutputToken, Usage
 from server.scheduler.request import Request
@@ -11,6 +12,20 @@ from server.step import TokenLogprobs
 from server.text.stream import Delta, TextStream
 from server.text.tokenizer import Tokenizer
 
+DEADLINE = "deadline"
+
+
+@dataclass(slots=True)
+class Submission:
+    """What the sequences submitted together have in common, so that time runs out for all of them or for none.
+
+    arrived: when they were submitted; started, answered: whether one of them has been admitted, and has an output.
+    """
+
+    arrived: float
+    started: bool = False
+    answered: bool = False
+
 
 class Session:
     """Turns the scheduler's progress on a request into outputs. Touched by the engine's thread alone.
@@ -18,10 +33,20 @@ class Session:
     All times are readings of one monotonic clock, in seconds; None for what has not happened.
     """
 
-    def __init__(self, request: GenerationRequest, sequence: Request, arrived: float) -> None:
+    def __init__(
+        self,
+        request: GenerationRequest,
+        sequence: Request,
+        submission: Submission,
+        queue_timeout: float | None = None,
+        timeout: float | None = None,
+    ) -> None:
         self.request = request
         self.sequence = sequence
-        self.arrived = arrived
+        self.submission = submission
+        self.arrived = submission.arrived
+        self.queue_deadline = None if queue_timeout is None else self.arrived + queue_timeout
+        self.deadline = None if timeout is None else self.arrived + timeout
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -70,6 +95,13 @@ class Session:
     def cut_off(self) -> Output:
         """The last output of a request that is aborted: text that was held back stays back."""
         return Output("", (), self.usage, "abort")
+
+    def run_out(self) -> Output:
+        """The last output of a request whose time is up: all the text it has."""
+        delta = Delta("", 0, None) if self._text is None else self._text.finish()
+        if delta.stop is not None:
+            return self._output(delta, "stop", delta.stop)
+        return self._output(delta, "length", DEADLINE)
 
     @property
     def usage(self) -> Usage:

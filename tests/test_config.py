@@ -88,11 +88,23 @@ def test_every_option_has_flag_variable_and_key(monkeypatch: pytest.MonkeyPatch,
         "max_num_seqs": "3",
         "max_num_batched_tokens": "99",
         "max_queued_requests": "5",
+        "max_queued_tokens": "6",
+        "queue_timeout": "1.5",
+        "request_timeout": "60",
+        "stall_timeout": "9",
+        "scheduling_policy": "fair",
         "admission": "reserve",
         "seed": "-3",
         "host": "0.0.0.0",
         "port": "1",
         "shutdown_timeout": "2.5",
+        "api_key": "k",
+        "api_key_file": "/run/secrets/keys",
+        "public_metrics": "true",
+        "cors_origin": "https://example.org",
+        "max_body_size": "1MiB",
+        "sse_keep_alive": "0",
+        "otlp_endpoint": "http://localhost:4318",
         "log_level": "debug",
         "log_format": "json",
     }
@@ -102,6 +114,7 @@ def test_every_option_has_flag_variable_and_key(monkeypatch: pytest.MonkeyPatch,
         by_flag = {
             "model": [value],
             "trust_remote_code": ["--trust-remote-code"],
+            "public_metrics": ["--public-metrics"],
             "enable_prefix_caching": ["--no-enable-prefix-caching"],
         }.get(name, [flag, value])
         given = load_settings(by_flag)
@@ -131,6 +144,21 @@ def test_variables_that_kubernetes_sets_for_a_service_named_sluice(monkeypatch: 
     assert load_settings([]).port == 8000
 
 
+def test_lists_from_flags_leave_the_model_alone() -> None:
+    settings = load_settings(["--api-key", "a,b", "--api-key", "c", "--cors-origin", "http://localhost:3000", "gpt2"])
+    assert [key.get_secret_value() for key in settings.api_key] == ["a", "b", "c"]
+    assert settings.cors_origin == ["http://localhost:3000"]
+    assert settings.model == "gpt2"
+
+
+def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "sesame" not in repr(load_settings(["--api-key", "sesame"]))
+    assert "sesame" not in refusal("--api-key", "open sesame")
+    assert "--api-key" in refusal("--api-key", ",")
+    monkeypatch.setenv("SLUICE_API_KEY", "")
+    assert "SLUICE_API_KEY is empty" in refusal()
+
+
 # What is refused, and how
 
 
@@ -147,7 +175,13 @@ def test_variables_that_kubernetes_sets_for_a_service_named_sluice(monkeypatch: 
         (["--kv-bytes", "0"], ["--kv-bytes", "at least 1 byte"]),
         (["--kv-blocks", "0"], ["--kv-blocks", "at least 1"]),
         (["--shutdown-timeout", "inf"], ["--shutdown-timeout", "at most 86400"]),
+        (["--cors-origin", "https://example.org/"], ["--cors-origin", "with no path"]),
+        (["--max-body-size", "2GiB"], ["--max-body-size", "1GiB"]),
+        (["--otlp-endpoint", "localhost:4317"], ["--otlp-endpoint", "http://"]),
         (["--served-model-name", "a,,b"], ["--served-model-name", "none of them empty"]),
+        (["--queue-timeout", "0"], ["--queue-timeout", "a number above 0 and at most 86400"]),
+        (["--request-timeout", "inf"], ["--request-timeout", "a number above 0"]),
+        (["--scheduling-policy", "lottery"], ["--scheduling-policy", "fcfs, fair"]),
         (["--seed", str(2**63)], ["--seed", "at most 9223372036854775807"]),
         (["--port"], ["--port", "expected one argument"]),
         (["--prot", "1"], ["--prot is no option", "did you mean --port?"]),
@@ -259,6 +293,20 @@ def test_step_limits_left_to_us() -> None:
         256,
         4096,
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "length", "limit"),
+    [([], 8192, 2**20), ([], 2**20, 2**22), (["--max-queued-tokens", "9000"], 8192, 9000),
+     (["--max-queued-tokens", "5"], 8192, 8192)],
+)  # fmt: skip
+def test_one_prompt_of_full_length_always_may_wait(given: list[str], length: int, limit: int) -> None:
+    assert load_settings(given).queued_tokens_limit(length) == limit
+
+
+def test_a_step_may_take_longer_on_a_cpu() -> None:
+    assert (load_settings([]).stall_limit("cpu"), load_settings([]).stall_limit("cuda")) == (300, 60)
+    assert load_settings(["--stall-timeout", "7"]).stall_limit("cpu") == 7
 
 
 def test_help_names_every_option_with_its_default() -> None:

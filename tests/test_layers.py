@@ -29,7 +29,10 @@ MAY_IMPORT = {
     "session": CONTRACTS | {"scheduler", "text"},
     "startup": CONTRACTS | {"scheduler", "kvpool", "model", "text", "metrics"},
     "delivery": CONTRACTS,
-    "engine": CONTRACTS | {"scheduler", "kvpool", "model", "text", "metrics", "delivery", "session", "startup"},
+    "admission": CONTRACTS,
+    "deadlines": set(),
+    "engine": CONTRACTS
+    | {"scheduler", "kvpool", "model", "text", "metrics", "delivery", "admission", "deadlines", "session", "startup"},
     "api": CONTRACTS | {"engine", "text", "metrics"},
     "checkpoint": CONTRACTS | {"kvpool", "model"},
     "plan": CONTRACTS | {"kvpool", "checkpoint"},

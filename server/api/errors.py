@@ -11,14 +11,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
-from server.generation import EngineError, EngineUnavailable, Phase, QueueFull, RequestTooLong
+from server.generation import (
+    BodyTooLarge,
+    DeadlineExceeded,
+    EngineError,
+    EngineUnavailable,
+    Phase,
+    QueueFull,
+    QueueTimeout,
+    RequestTooLong,
+)
 
 if TYPE_CHECKING:
     from server.reports import RejectReason
@@ -45,6 +55,17 @@ _ANTHROPIC_TYPES = {
     504: "timeout_error",
 }
 _RETRY_AFTER = {Phase.LOADING: 5, Phase.DRAINING: 1, Phase.DEAD: 30}
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(TypedDict):
+    error: ErrorObject
 
 
 class APIError(Exception):
@@ -81,7 +102,7 @@ class APIError(Exception):
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         return json.dumps({"type": "error", "error": self._error(kind), "request_id": request_id}).encode()
 
-    def _error(self, kind: str) -> dict[str, Any]:
+    def _error(self, kind: str) -> ErrorObject:
         return {"message": self.message, "type": kind, "param": self.param, "code": self.code}
 
     def response(self, path: str, request_id: str) -> Response:
@@ -136,10 +157,18 @@ def refused(error: EngineError) -> APIError:
             return APIError(
                 429,
                 str(error),
-                code="queue_full",
+                code=error.reason,
                 headers={"retry-after": str(error.retry_after)},
-                reason="queue_full",
+                reason=error.reason,
             )
+        case BodyTooLarge():
+            return APIError(400, str(error), param="prompt", code="too_many_prompt_tokens", reason="too_long")
+        case QueueTimeout():
+            headers = {"retry-after": str(error.retry_after)}
+            return APIError(503, str(error), code="queue_timeout", headers=headers)
+        case DeadlineExceeded():
+            # A retry would take as long, but OpenAI's clients try twice more unless told.
+            return APIError(504, str(error), code="deadline_exceeded", headers={"x-should-retry": "false"})
         case RequestTooLong():
             return too_long(str(error))
         case EngineUnavailable():

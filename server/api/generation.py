@@ -17,7 +17,7 @@ from server.api.ports import Stream
 from server.api.service import Service
 from server.api.watch import cancel
 from server.api.wire import UsageBody, usage_body
-from server.generation import EngineError, GenerationFailed, GenerationRequest, Output, Phase, Usage
+from server.generation import EngineError, GenerationFailed, GenerationRequest, Output, Usage
 
 if TYPE_CHECKING:
     from server.reports import AbortCause
@@ -37,6 +37,24 @@ def counting_refusal(service: Service, endpoint: str, streaming: bool) -> Iterat
         raise
 
 
+@contextmanager
+def preparing(service: Service, endpoint: str, streaming: bool) -> Iterator[None]:
+    """Around the work between a body's arrival and its submission, which it does while holding a place in the queue.
+
+    Raises APIError 429 before any of it if there is none; refusals are counted.
+    """
+    with counting_refusal(service, endpoint, streaming):
+        try:
+            service.engine.check_room(service.preparing + 1)
+        except EngineError as error:
+            raise refused(error) from error
+        service.preparing += 1
+        try:
+            yield
+        finally:
+            service.preparing -= 1
+
+
 class Generation:
     """All sequences of one request, those of one prompt side by side: choice `prompt * n + i`.
 
@@ -51,7 +69,9 @@ class Generation:
         self._n = n
         self._streams: Sequence[Stream] = ()
         self._usage: list[Usage | None] = [None] * len(requests)
-        self._finish: list[str] = []
+        self._finish: dict[int, str] = {}
+        self._failed = False
+        self._aborted = False
         self._first_token: float | None = None
         self._closed = False
         with counting_refusal(service, requests[0].endpoint, requests[0].streaming):
@@ -59,13 +79,33 @@ class Generation:
                 self._streams = service.engine.submit(requests)
             except EngineError as error:
                 raise refused(error) from error
+        service.opened(self)
         for request in requests:
             service.metrics.received(request.endpoint, request.streaming)
+
+    @property
+    def request_id(self) -> str:
+        return self._exchange.request_id
+
+    @property
+    def tenant(self) -> str:
+        return self._exchange.tenant
+
+    def abort(self) -> list[str]:
+        """End what still runs, on somebody's behalf who is not its reader: `outputs` raises APIError 410.
+
+        Returns the ids of the sequences that this ended.
+        """
+        self._aborted = True
+        for stream in self._streams:
+            stream.close("api")
+        return [request.request_id for choice, request in enumerate(self._requests) if choice not in self._finish]
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         """(choice, output) pairs as they come, until every choice has its finish reason.
 
-        Raises APIError if a sequence fails or is aborted, by the shutdown or by an operator; the others end with it.
+        Raises APIError if a sequence fails, runs out of time with nothing to show, or is ended by the shutdown or by
+        `abort`; the others end with it.
         """
         merged = self._only() if len(self._streams) == 1 else self._merged()
         try:
@@ -74,9 +114,11 @@ class Generation:
                     self._take(choice, output)
                     yield choice, output
             if len(self._finish) != len(self._streams):
+                if self._aborted:
+                    raise _aborted()
                 raise GenerationFailed("The engine ended the request without an answer.")
         except EngineError as error:
-            self._finish.append("error")
+            self._failed = True
             self.close("api")
             raise refused(error) from error
         except APIError:
@@ -111,15 +153,15 @@ class Generation:
             self._first_token = time.monotonic()
         if output.finish_reason is None:
             return
-        self._finish.append(output.finish_reason)
+        self._finish[choice] = output.finish_reason
         if output.finish_reason == "abort":
-            if self._service.phase is not Phase.READY:
-                raise APIError(
-                    503,
-                    "The server shut down before the answer was complete (--shutdown-timeout); ask another one.",
-                    code="shutdown",
-                )
-            raise APIError(500, "The request was aborted by the server.", code="aborted")
+            if self._aborted:
+                raise _aborted()
+            raise APIError(
+                503,
+                "The server shut down before the answer was complete (--shutdown-timeout); ask another one.",
+                code="shutdown",
+            )
 
     def usage(self) -> UsageBody:
         """Counts so far. A prompt counts once, however many choices it has; its first choice says what was cached."""
@@ -137,10 +179,14 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        self._service.closed(self)
         for stream in self._streams:
             stream.close(cause)
-        if len(self._finish) < len(self._streams) and "error" not in self._finish:
-            self._finish.append("abort")
+        reasons = set(self._finish.values())
+        if self._failed:
+            reasons.add("error")
+        elif len(self._finish) < len(self._streams):
+            reasons.add("abort")
         queued = [seconds for stream in self._streams if (seconds := stream.queue_seconds) is not None]
         usage = self.usage()
         notes = self._exchange.notes
@@ -151,7 +197,12 @@ class Generation:
         notes["prompt_tokens"] = usage["prompt_tokens"]
         notes["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
         notes["output_tokens"] = usage["completion_tokens"]
-        notes["finish_reason"] = ",".join(sorted(set(self._finish)))
+        notes["finish_reason"] = ",".join(sorted(reasons))
+
+
+def _aborted() -> APIError:
+    """410, since what was asked for is gone for good: OpenAI's clients would repeat a request that got 409 or 5xx."""
+    return APIError(410, "The request was aborted by its id.", code="aborted", headers={"x-should-retry": "false"})
 
 
 async def _pump(choice: int, stream: Stream, queue: asyncio.Queue[_Item]) -> None:

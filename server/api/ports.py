@@ -33,7 +33,9 @@ class Stream(Protocol):
 
 
 class Engine(Protocol):
-    """`submit` raises EngineUnavailable, QueueFull or RequestTooLong; all methods are called on the HTTP loop."""
+    """`submit` raises EngineUnavailable, QueueFull, BodyTooLarge or RequestTooLong; all methods are called on the HTTP
+    loop.
+    """
 
     @property
     def status(self) -> EngineStatus: ...
@@ -45,6 +47,10 @@ class Engine(Protocol):
     def tokenizer(self) -> Tokenizer | None: ...
 
     async def start(self) -> None: ...
+
+    def check_room(self, more: int) -> None:
+        """Raises QueueFull if `more` sequences could not be submitted now, however short they are."""
+        ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[Stream]: ...
 

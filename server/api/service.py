@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-KEEP_ALIVE_SECONDS = 15.0
 _TOKENIZE_THREADS = 2
 
 
@@ -44,27 +44,31 @@ class OpenRequest(Protocol):
 
 
 class Service:
-    """One per app. `draining` is set at the first signal, before the engine has heard of it."""
+    """One per app.
+
+    draining: set at the first signal, before the engine has heard of it.
+    preparing: bodies that are being checked and tokenized; each has a place in the queue already.
+    """
 
     def __init__(
         self,
         engine: Engine,
         metrics: Metrics,
         settings: ServeSettings,
-        keep_alive: float = KEEP_ALIVE_SECONDS,
     ) -> None:
         self.engine = engine
         self.metrics = metrics
         self.settings = settings
-        self.keep_alive = keep_alive
+        self.keep_alive = settings.sse_keep_alive or math.inf
         self.draining = False
+        self.preparing = 0
         self._open: dict[str, list[OpenRequest]] = {}
+        self._dialect: Dialect | None = None
         self._serial = itertools.count()
         self._seeds = Random(secrets.randbits(64) if settings.seed is None else settings.seed)
         self._workers = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="large")
         self._scrapes = ThreadPoolExecutor(1, thread_name_prefix="metrics")
-        self._dialect: Dialect | None = None
 
     @property
     def phase(self) -> Phase:
@@ -87,17 +91,17 @@ class Service:
         """Distinguishes concurrent requests that arrived under one request id."""
         return next(self._serial)
 
-    def opened(self, request: OpenRequest) -> None:
-        """From here on the request can be aborted by its id, until `closed`."""
-        self._open.setdefault(request.request_id, []).append(request)
-
-    def closed(self, request: OpenRequest) -> None:
     def dialect(self, tokenizer: Tokenizer) -> Dialect:
         """How the model is talked to, made at the first call; call it in a worker. Raises APIError."""
         if self._dialect is None:
             self._dialect = load_dialect(tokenizer, self.settings)
         return self._dialect
 
+    def opened(self, request: OpenRequest) -> None:
+        """From here on the request can be aborted by its id, until `closed`."""
+        self._open.setdefault(request.request_id, []).append(request)
+
+    def closed(self, request: OpenRequest) -> None:
         requests = self._open[request.request_id]
         requests.remove(request)
         if not requests:

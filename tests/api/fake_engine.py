@@ -11,6 +11,8 @@ import codecs
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from server.generation import (
+    BodyTooLarge,
+    DeadlineExceeded,
     EngineStatus,
     EngineUnavailable,
     GenerationFailed,
@@ -20,6 +22,7 @@ from server.generation import (
     OutputToken,
     Phase,
     QueueFull,
+    QueueTimeout,
     Usage,
 )
 from server.step import TokenLogprobs
@@ -35,14 +38,14 @@ class ByteTokenizer:
     spells = True
     trims_start = False
     longest_token = 1
-
-    def __init__(self, adds_bos: bool = False) -> None:
-        self.adds_bos = adds_bos
     special_token_names: Mapping[str, str] = {"bos_token": "<s>", "eos_token": "</s>"}
     chat_templates: Mapping[str, str] = {
         "default": "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}|{% endfor %}"
         "{% if add_generation_prompt %}a:{% endif %}"
     }
+
+    def __init__(self, adds_bos: bool = False) -> None:
+        self.adds_bos = adds_bos
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * (self.adds_bos and add_special_tokens) + list(text.encode())
@@ -69,6 +72,7 @@ class FakeStream:
         self.closed_by: str | None = None
         self.aborted: str | None = None
         self.failure: Exception | None = None
+        self.expired = False
         self.over = False
         self._outputs = self._plan(tokens)
         self.sent = 0
@@ -122,15 +126,17 @@ class FakeStream:
     async def __anext__(self) -> Output:
         if self.sent == len(self._outputs) or self.over:
             raise StopAsyncIteration
-        while not (self.failure or self.aborted or self.engine.gate.is_set()):
-            await self.engine.changed()
+        while not (self.failure or self.aborted or self.expired or self.over or self.engine.gate.is_set()):
+            await self._wait()
+        if self.over:
+            raise StopAsyncIteration
         if self.failure:
             self.end()
             raise self.failure
         usage = Usage(len(self.request.prompt_ids), self.sent, self.engine.cached_tokens)
-        if self.aborted:
+        if self.aborted or self.expired:
             self.end()
-            return Output("", (), usage, "abort")
+            return Output("", (), usage, *(("abort",) if self.aborted else ("length", "deadline")))
         if (wait := self.engine.delay(self.request)) is not None:
             await wait
         if self.engine.step_seconds:
@@ -141,6 +147,20 @@ class FakeStream:
         if output.finish_reason:
             self.end()
         return output
+
+    async def _wait(self) -> None:
+        """Until something changes or the request's time, counted from here, is up."""
+        limits = (self.request.timeout, None if self.sent else self.request.queue_timeout)
+        seconds = min((limit for limit in limits if limit is not None), default=None)
+        try:
+            await asyncio.wait_for(self.engine.changed(), seconds)
+        except TimeoutError:
+            if self.sent:
+                self.expired = True
+            elif seconds == self.request.queue_timeout:
+                self.failure = QueueTimeout("the request did not start in time", retry_after=7)
+            else:
+                self.failure = DeadlineExceeded("the request had no output in time")
 
     def close(self, cause: str = "disconnect") -> None:
         if not self.over and self.closed_by is None:
@@ -173,6 +193,10 @@ class FakeEngine:
         self.loaded = True
         self.detail = ""
         self.max_open = max_open
+        self.max_queued_tokens = 10**6
+        self.waiting_tokens = 0
+        self.kv_usage = 0.0
+        self.stalled_seconds = 0.0
         self.cached_tokens = 0
         self.step_seconds = 0.0
         self.tokens: Callable[[GenerationRequest], list[int]] | None = None
@@ -188,7 +212,17 @@ class FakeEngine:
 
     @property
     def status(self) -> EngineStatus:
-        return EngineStatus(self.phase, self.detail, running=len(self.open))
+        return EngineStatus(
+            self.phase,
+            self.detail,
+            running=len(self.open),
+            waiting_tokens=self.waiting_tokens,
+            kv_usage=self.kv_usage,
+            max_num_seqs=4,
+            max_queued_requests=self.max_open - 4,
+            max_queued_tokens=self.max_queued_tokens,
+            stalled_seconds=self.stalled_seconds,
+        )
 
     @property
     def model(self) -> ModelCard | None:
@@ -205,11 +239,19 @@ class FakeEngine:
     async def start(self) -> None:
         pass
 
+    def check_room(self, more: int) -> None:
+        if len(self.open) + more > self.max_open:
+            raise QueueFull(f"{len(self.open)} requests are open", 7, "queue_full")
+
     def submit(self, requests: Sequence[GenerationRequest]) -> list[FakeStream]:
         if self.phase is not Phase.READY:
             raise EngineUnavailable("not ready", self.phase)
-        if len(self.open) + len(requests) > self.max_open:
-            raise QueueFull(f"{len(self.open)} requests are open", retry_after=7)
+        self.check_room(len(requests))
+        tokens = sum(len(request.prompt_ids) for request in requests if request.leader is None)
+        if tokens > self.max_queued_tokens:
+            raise BodyTooLarge(f"{tokens} prompt tokens, {self.max_queued_tokens} may wait")
+        if self.waiting_tokens + tokens > self.max_queued_tokens:
+            raise QueueFull(f"{self.waiting_tokens} tokens are waiting", 7, "queue_tokens")
         return [self._submit(request) for request in requests]
 
     def _submit(self, request: GenerationRequest) -> FakeStream:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.generation import Phase
+from server.generation import GenerationFailed, Phase
 from tests.api.conftest import PATH, Serve, Served, parse_events
 from tests.api.fake_engine import FakeEngine
 
@@ -37,7 +37,7 @@ async def test_headers_come_before_the_first_token(served: Served) -> None:
 
 
 async def test_comments_keep_a_silent_stream_alive(serve: Serve) -> None:
-    async with serve(keep_alive=0.03) as served:
+    async with serve(sse_keep_alive=0.03) as served:
         served.engine.gate.clear()
         body = {"prompt": "x", "stream": True, "max_tokens": 2, "n": 2}
         async with served.client.stream("POST", PATH, json=body) as response:
@@ -81,10 +81,10 @@ async def test_one_failed_choice_ends_its_siblings(served: Served) -> None:
     engine.gate.clear()
     answer = asyncio.create_task(served.post(prompt="x", n=3, stream=True))
     await engine.until(lambda: len(engine.open) == 3)
-    engine.streams[1].aborted = "api"
+    engine.streams[1].failure = GenerationFailed("NaN")
     engine.wake()
     (event,) = parse_events((await answer).text)
-    assert event["error"]["code"] == "aborted"
+    assert event["error"]["code"] == "generation_failed"
     assert [stream.closed_by for stream in engine.streams] == ["api", None, "api"]
 
 

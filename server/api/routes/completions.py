@@ -12,7 +12,7 @@ from server.api.body import parse_object, read_body
 from server.api.completions.job import ENDPOINT, prepare
 from server.api.completions.writer import CompletionWriter
 from server.api.exchange import exchange_of
-from server.api.generation import Generation, counting_refusal
+from server.api.generation import Generation, counting_refusal, preparing
 from server.api.service import service_of
 from server.api.sse import EventStream
 from server.api.watch import DisconnectWatch
@@ -41,7 +41,7 @@ async def create_completion(request: Request) -> Response:
         raw = await service.in_large_worker(parse_object, data) if large else parse_object(data)
     watch = DisconnectWatch(request.receive)
     try:
-        with counting_refusal(service, ENDPOINT, raw.get("stream") is True):
+        with preparing(service, ENDPOINT, raw.get("stream") is True):
             job = await watch.guard(prepare(service, exchange.request_id, raw, large))
         generation = Generation(service, exchange, job.requests, job.width)
     except BaseException:

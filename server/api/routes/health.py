@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from typing_extensions import TypedDict
 
 import server
 from server.api.service import service_of
@@ -13,14 +16,29 @@ from server.generation import Phase
 router = APIRouter(tags=["operations"])
 
 
+class HealthBody(TypedDict):
+    status: str
+    phase: str
+    detail: str
+    running: int
+    waiting: int
+
+
+_UNWELL: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "description": "Not now."}}
+
+
 def _state(request: Request, healthy: set[Phase]) -> Response:
     service = service_of(request)
     status, phase = service.engine.status, service.phase
-    well = phase in healthy
-    body = {
-        "status": "ok" if well else "unavailable",
+    stalled = status.stalled_seconds > 0
+    well = phase in healthy and not stalled
+    detail = status.detail
+    if stalled:
+        detail = f"a step has not ended for {status.stalled_seconds:.0f} seconds (--stall-timeout)"
+    body: HealthBody = {
+        "status": "ok" if well else "stalled" if stalled else "unavailable",
         "phase": phase.value,
-        "detail": status.detail,
+        "detail": detail,
         "running": status.running,
         "waiting": status.waiting,
     }
@@ -28,21 +46,24 @@ def _state(request: Request, healthy: set[Phase]) -> Response:
 
 
 @router.head("/health", include_in_schema=False)
-@router.get("/health")
+@router.get("/health", response_model=HealthBody, responses=_UNWELL)
 async def health(request: Request) -> Response:
-    """200 while the engine can finish what it has accepted, also when it drains; 503 while loading and when dead."""
+    """200 while the engine can finish what it has accepted, also when it drains.
+
+    503 while it loads, when it is dead, and while a step takes longer than --stall-timeout ("status": "stalled").
+    """
     return _state(request, {Phase.READY, Phase.DRAINING})
 
 
 @router.head("/ready", include_in_schema=False)
-@router.get("/ready")
+@router.get("/ready", response_model=HealthBody, responses=_UNWELL)
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken; 503, with the phase, otherwise."""
+    """200 while new requests are taken and work goes on; 503, with the phase, otherwise."""
     return _state(request, {Phase.READY})
 
 
 @router.head("/metrics", include_in_schema=False)
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Prometheus' text format. Rendered in a thread: scrapes come often and must not delay tokens."""
     service = service_of(request)

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jinja2 import Template
 
 MAX_SECONDS = 10.0
 MAX_CHARACTERS = 2**26
@@ -76,7 +76,7 @@ def _compile(source: str) -> Template:
             self.writeline("environment.check_time()")
             super().blockvisit(nodes, frame)
 
-    compiled = _compile_jinja_template(source)  # type: ignore[no-untyped-call]
+    compiled = _compile_jinja_template(source)
     environment: Any = compiled.environment.overlay()
     environment.code_generator_class = Timed
     environment.intercepted_binops = frozenset({"*", "**"})
@@ -91,7 +91,7 @@ def _check_time() -> None:
         raise TemplateFailed(f"it takes more than {MAX_SECONDS:g} seconds")
 
 
-def _bounded_binop(environment: Environment) -> Any:
+def _bounded_binop(environment: Any) -> Any:
     operators = environment.binop_table
 
     def call(context: Any, operator: str, left: Any, right: Any) -> Any:

@@ -74,6 +74,19 @@ class Tokenizer:
         return dict(self._tokenizer.special_tokens_map)
 
     @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """How the special tokens are written, longest first."""
+        texts = self._tokenizer.convert_ids_to_tokens(sorted(self.special_ids))
+        return tuple(sorted(texts, key=len, reverse=True))
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it, None where it has none."""
+        if self._backend is not None:
+            return self._backend.token_to_id(token)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab()
+        return vocabulary.get(token)
+
+    @cached_property
     def longest_token(self) -> int | None:
         """Bytes of the longest token, so that n bytes of text make at least n / longest_token tokens.
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from server.text.reply import Content, Part, ReplyParser
+from server.text.formats.parser import Reply, names_of
+from server.text.formats.reasoning import Tags, find_tags, is_open
+from server.text.formats.syntaxes import SYNTAXES, Syntax
+from server.text.reply import ReplyParser
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -13,6 +16,13 @@ if TYPE_CHECKING:
 
 Tool = Mapping[str, Any]
 """A function as in a request: {"type": "function", "function": {"name", "description", "parameters", "strict"}}."""
+
+_SIGNS = (
+    ("｜tool▁call", "deepseek"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3"),
+    ("<tool_call>", "hermes"),
+)
 
 
 class ReplyFormat:
@@ -22,9 +32,15 @@ class ReplyFormat:
     marker_ids: special tokens that belong to its markup, to be shown to the parser although others are left out.
     """
 
-    def __init__(self, name: str, marker_ids: frozenset[int]) -> None:
-        self.name = name
-        self.marker_ids = marker_ids
+    def __init__(self, syntax: Syntax, tags: Tags | None, tokenizer: Tokenizer) -> None:
+        self.name: str = syntax.name
+        self._syntax = syntax
+        self._tags = tags
+        self._tokenizer = tokenizer
+        markers = (*syntax.markers, *((tags.open, tags.close) if tags is not None else ()))
+        self.marker_ids = frozenset(
+            token_id for marker in markers if (token_id := tokenizer.token_id(marker)) in tokenizer.special_ids
+        )
 
     def parser(self, prompt_text: str, *, tools: Sequence[Tool]) -> ReplyParser:
         """A parser for one reply.
@@ -32,7 +48,8 @@ class ReplyFormat:
         prompt_text: the rendered prompt, which may have begun the reasoning already.
         tools: the functions offered; without any, no call is looked for.
         """
-        return _Plain()
+        opened = self._tags is not None and is_open(self._tags, prompt_text, self._tokenizer)
+        return Reply(self._tags, opened, self._syntax, names_of(tools))
 
     def call_grammar(self, tools: Sequence[Tool], choice: str | None, parallel: bool, prompt_text: str) -> GrammarSpec:
         """A reply that is nothing but calls, after reasoning where the model reasons.
@@ -47,17 +64,14 @@ class ReplyFormat:
         return spec
 
 
-FormatName = Literal["auto", "hermes", "llama3", "mistral", "deepseek", "json"]
-
-
 def reply_format(source: str, tokenizer: Tokenizer, override: str | None) -> ReplyFormat:
-    """The format of a model whose chat template is `source`; `override` names another than the one found there."""
-    return ReplyFormat(override or "json", frozenset())
+    """The format of a model whose chat template is `source`.
+
+    override: the name of another format than the one the template shows; None or "auto" for that one.
+    """
+    name = override if override not in (None, "auto") else _shown_by(source)
+    return ReplyFormat(SYNTAXES[name](), find_tags(source, tokenizer), tokenizer)
 
 
-class _Plain:
-    def feed(self, text: str) -> list[Part]:
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []
+def _shown_by(source: str) -> str:
+    return next((name for sign, name in _SIGNS if sign in source), "json")

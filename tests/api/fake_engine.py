@@ -35,6 +35,7 @@ class ByteTokenizer:
     bos_token_id = BOS
     eos_token_id = EOS
     special_ids = frozenset({BOS, EOS})
+    special_texts = ("<s>", "</s>")
     spells = True
     trims_start = False
     longest_token = 1
@@ -53,6 +54,9 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         shown = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
+
+    def token_id(self, token: str) -> int | None:
+        return {"<s>": BOS, "</s>": EOS}.get(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else (b"<s>", b"</s>")[token_id - BOS]

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from server.api.errors import show
 from server.api.parameters import COMMON, Unsupported
-from server.api.wire import MAX_STOP_LENGTH, MAX_STOP_STRINGS, DecodingFields, FieldError, check_text
+from server.api.place import Place
+from server.api.wire import MAX_STOP_LENGTH, MAX_STOP_STRINGS, DecodingFields
 
 _STRUCTURE = "use 'output_config.format'"
 
@@ -37,16 +37,15 @@ Object = Annotated[Any, WithJsonSchema({"type": "object"})]
 
 
 def _stop_sequences(value: object) -> list[str]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or len(value) > MAX_STOP_STRINGS:
-        what = f"a list of up to {MAX_STOP_STRINGS} strings"
-        raise FieldError("stop_sequences", f"'stop_sequences' must be {what}; got {show(value)}.")
-    for index, text in enumerate(value):
-        at = f"stop_sequences[{index}]"
-        if not isinstance(text, str) or not 0 < len(check_text(text)) <= MAX_STOP_LENGTH:
-            raise FieldError(at, f"'{at}' must be a string of 1 to {MAX_STOP_LENGTH} characters; got {show(text)}.")
-    return value
+    """Raises APIError 400."""
+    place = Place(value, "stop_sequences")
+    entries = [] if place.absent else place.entries()
+    if len(entries) > MAX_STOP_STRINGS:
+        raise place.must_be(f"a list of up to {MAX_STOP_STRINGS} strings")
+    for entry in entries:
+        if not 0 < len(entry.text()) <= MAX_STOP_LENGTH:
+            raise entry.must_be(f"a string of 1 to {MAX_STOP_LENGTH} characters")
+    return [entry.text() for entry in entries]
 
 
 class CountTokensRequest(DecodingFields):

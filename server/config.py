@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 from pydantic_settings import (
@@ -59,15 +59,42 @@ def _split_names(value: object) -> object:
     return [part.strip() for item in values for part in (item.split(",") if isinstance(item, str) else [item])]
 
 
+def check_key(key: SecretStr) -> SecretStr:
+    """An API key must fit into a header. Raises ValueError, which does not show it."""
+    if re.fullmatch(r"[!-~]{1,512}", key.get_secret_value()) is None:
+        raise ValueError("a key is 1 to 512 printable ASCII characters without spaces")
+    return key
+
+
 Size = Annotated[int, BeforeValidator(parse_size)]
 Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_split_names)]
+Secrets = Annotated[list[Annotated[SecretStr, AfterValidator(check_key)]], NoDecode, BeforeValidator(_split_names)]
+Origins = Annotated[
+    list[Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]],
+    NoDecode,
+    BeforeValidator(_split_names),
+]
+
+
+class UnusableOption(Exception):
+    """An option that is well formed but cannot be used here: a file that cannot be read, a package that is missing."""
 
 
 def _option(
-    group: str, default: Any, text: str, *, shown: str | None = None, expects: str | None = None, **constraints: Any
+    group: str,
+    default: Any,
+    text: str,
+    *,
+    shown: str | None = None,
+    expects: str | None = None,
+    secret: bool = False,
+    **constraints: Any,
 ) -> Any:
-    """A field with what its help and its errors say. `shown` words the default, `expects` what is possible."""
-    extra: JsonDict = {"group": group, "shown": shown, "expects": expects}
+    """A field with what its help and its errors say. `shown` words the default, `expects` what is possible.
+
+    secret: errors do not show what was given.
+    """
+    extra: JsonDict = {"group": group, "shown": shown, "expects": expects, "secret": secret}
     return Field(default, description=text, json_schema_extra=extra, **constraints)
 
 
@@ -127,6 +154,18 @@ class ServeSettings(BaseSettings):
     )
     max_model_len: int | None = _option(
         "Model", None, "most tokens, prompt and output, of one request", shown="the model's own limit", ge=1
+    )
+
+    chat_template: str | None = _option(
+        "Chat",
+        None,
+        "chat template: a file, Jinja itself or the name of one of the model's templates",
+        shown="the model's own",
+        expects="a file, a Jinja template or a name",
+        min_length=1,
+    )
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "deepseek", "json"] = _option(
+        "Chat", "auto", "how the model writes tool calls; auto is what its chat template shows"
     )
 
     device: str = _option(
@@ -243,6 +282,55 @@ class ServeSettings(BaseSettings):
     port: int = _option("Server", 8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
     shutdown_timeout: float = _option(
         "Server", 30.0, "seconds that running requests get to finish at shutdown", ge=0, le=86400, allow_inf_nan=False
+    )
+    api_key: Secrets = _option(
+        "Server",
+        [],
+        "key that clients must send, or several; other users of the machine see it in ps: prefer --api-key-file",
+        shown="no key is asked for",
+        expects="one or more keys of 1 to 512 printable ASCII characters without spaces, separated by commas",
+        secret=True,
+    )
+    api_key_file: str | None = _option(
+        "Server",
+        None,
+        "file of keys, one a line as KEY or NAME:KEY, read again when it changes",
+        shown="none",
+        expects="a file",
+        min_length=1,
+    )
+    public_metrics: bool = _option("Server", False, "answer /metrics without a key, as /health and /ready always are")
+    cors_origin: Origins = _option(
+        "Server",
+        [],
+        "origin of web pages that may call the server, or several, or * for all",
+        shown="none",
+        expects="one or more origins such as https://example.org, with no path, or *",
+    )
+    max_body_size: Size = _option(
+        "Server",
+        8 * 2**20,
+        "largest body of a request, in bytes or as 512KiB or 8MiB",
+        shown="8MiB",
+        expects="a size from 1KiB to 1GiB",
+        ge=2**10,
+        le=2**30,
+    )
+    sse_keep_alive: float = _option(
+        "Server",
+        15.0,
+        "seconds of silence after which a stream gets a comment, so that no proxy closes it; 0 sends none",
+        ge=0,
+        le=3600,
+        allow_inf_nan=False,
+    )
+    otlp_endpoint: str | None = _option(
+        "Server",
+        None,
+        "collector that gets a trace of each request over OTLP/HTTP, as http://localhost:4318",
+        shown="what the OTEL_EXPORTER_OTLP_ variables say, or none",
+        expects="an http:// or https:// URL",
+        pattern=r"^https?://[^/\s]+\S*$",
     )
     log_level: Literal["debug", "info", "warning", "error"] = _option("Server", "info", "least severity that is logged")
     log_format: Literal["text", "json"] = _option("Server", "text", "lines for people, or one JSON object a line")

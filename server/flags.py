@@ -60,7 +60,7 @@ def _detail(field: FieldInfo, key: str) -> str | None:
     extra = field.json_schema_extra
     assert isinstance(extra, dict)
     value = extra[key]
-    return None if value is None else str(value)
+    return str(value) if value else None
 
 
 def _bounds(field: FieldInfo) -> dict[str, Any]:
@@ -99,13 +99,18 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
         name = str(item["loc"][0])
         value = item["input"]  # for a list option, the item that is wrong
         origin = f" ({origins[name]})" if origins.get(name) else ""
-        lines[name] = f"{_flag(name)} is {value!r}{origin}, but must be {_expected(ServeSettings.model_fields[name])}"
+        field = ServeSettings.model_fields[name]
+        given = "'***'" if _detail(field, "secret") else repr(value)
+        lines[name] = f"{_flag(name)} is {given}{origin}, but must be {_expected(field)}"
     return list(lines.values())
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
     """Refuse a misspelt variable. Others of our prefix are let be: Kubernetes and compose set such names too."""
     known = [ENV_PREFIX + name.upper() for name in ServeSettings.model_fields] + [f"{ENV_PREFIX}CONFIG"]
+    if environ.get(f"{ENV_PREFIX}API_KEY") == "":
+        # Other empty variables are no value; this one would open the server to everybody.
+        raise SettingsError(f"{ENV_PREFIX}API_KEY is empty: give it a key, or unset it to ask for none")
     for name in environ:
         if not name.startswith(ENV_PREFIX) or name in known or re.match(ENV_PREFIX + r"(SERVICE|PORT)_", name):
             continue
@@ -207,8 +212,14 @@ def _add_flag(group: Any, name: str, field: FieldInfo, text: str) -> None:
         group.add_argument(_flag(name), dest=name, action=argparse.BooleanOptionalAction, help=help_text)
     elif name == "served_model_name":
         group.add_argument(_flag(name), dest=name, nargs="+", action="extend", metavar="NAME", help=help_text)
+    elif get_origin(field.annotation) is list:  # one value a flag, which may be given again
+        metavar = name.rpartition("_")[2].upper()
+        group.add_argument(_flag(name), dest=name, action="append", metavar=metavar, help=help_text)
     else:
         choices = _choices(field)
-        number = field.annotation in (int, float, int | None, float | None) and name != "kv_bytes"
+        number = field.annotation in (int, float, int | None, float | None) and name not in (
+            "kv_bytes",
+            "max_body_size",
+        )
         metavar = "{" + ",".join(choices) + "}" if choices else "N" if number else name.rpartition("_")[2].upper()
         group.add_argument(_flag(name), dest=name, metavar=metavar, help=help_text)

@@ -8,18 +8,19 @@ from starlette.exceptions import HTTPException
 
 import server
 from server.api import errors
+from server.api.auth import AuthMiddleware, load_keys
+from server.api.cors import Cors
 from server.api.exchange import ExchangeMiddleware
 from server.api.ports import Engine
-from server.api.routes import chat, completions, health, models
-from server.api.service import KEEP_ALIVE_SECONDS, Service
+from server.api.routes import chat, completions, health, messages, models, responses
+from server.api.service import Service
 from server.config import ServeSettings
 from server.metrics import Metrics
 
 
-def create_app(
-    engine: Engine, metrics: Metrics, settings: ServeSettings, *, keep_alive: float = KEEP_ALIVE_SECONDS
-) -> FastAPI:
-    """All routes over one engine. `keep_alive`: seconds of silence after which a stream gets a comment."""
+def create_app(engine: Engine, metrics: Metrics, settings: ServeSettings) -> FastAPI:
+    """All routes over one engine. Raises UnusableOption."""
+    keys = load_keys(settings)
     app = FastAPI(
         title="Sluice",
         version=server.__version__,
@@ -27,12 +28,16 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.service = Service(engine, metrics, settings, keep_alive)
+    app.state.service = Service(engine, metrics, settings)
+    if keys is not None:
+        app.add_middleware(AuthMiddleware, keys=keys, public_metrics=settings.public_metrics)
+    if settings.cors_origin:
+        app.add_middleware(Cors, origins=settings.cors_origin)  # around the keys: a preflight cannot bring one
     app.add_middleware(ExchangeMiddleware, metrics=metrics)
     app.add_exception_handler(errors.APIError, errors.on_api_error)
     app.add_exception_handler(errors.ClientGone, errors.on_client_gone)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(RequestValidationError, errors.on_unfit_parameter)
-    for routes in (health, models, completions, chat):
-        app.include_router(routes.router)
+    for routes in (health, models, completions, chat, responses, messages):
+        app.include_router(routes.router, responses=errors.RESPONSES)
     return app

@@ -9,19 +9,20 @@ from typing import Any, NoReturn
 from starlette.requests import Request
 
 from server.api.errors import APIError, ClientGone, invalid, show
+from server.api.service import service_of
 
-MAX_BODY_BYTES = 8 * 2**20
 MOST_SILENCE_SECONDS = 30.0
-# A body over the limit is read on and dropped up to here: a client that is still sending would see its connection
-# reset instead of the answer.
-_MOST_DROPPED = 8 * MAX_BODY_BYTES
+# A body over the limit is read on and dropped up to so many times the limit: a client that is still sending would see
+# its connection reset instead of the answer.
+_MOST_DROPPED = 8
 
 
-async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body of a request that declares JSON.
 
     Raises APIError 415, 413 or 408, and ClientGone if the connection closes before the body is complete.
     """
+    limit = service_of(request).settings.max_body_size
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         got = show(content_type) if content_type else "none"
@@ -52,12 +53,12 @@ async def read_body(request: Request, limit: int = MAX_BODY_BYTES) -> bytes:
             chunks.append(chunk)
         else:
             chunks.clear()
-        if not message.get("more_body", False) or size > _MOST_DROPPED:
+        if not message.get("more_body", False) or size > _MOST_DROPPED * limit:
             break
     if size > limit:
         raise APIError(
             413,
-            f"The body is larger than the {limit} bytes a request may have.",
+            f"The body is larger than the {limit} bytes a request may have (--max-body-size).",
             code="body_too_large",
             headers={"connection": "close"},
         )

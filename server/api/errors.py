@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -58,6 +58,8 @@ _RETRY_AFTER = {Phase.LOADING: 5, Phase.DRAINING: 1, Phase.DEAD: 30}
 
 
 class ErrorObject(TypedDict):
+    """`param` names the field at fault; `code` is what programs tell errors by."""
+
     message: str
     type: str
     param: str | None
@@ -66,6 +68,13 @@ class ErrorObject(TypedDict):
 
 class ErrorBody(TypedDict):
     error: ErrorObject
+
+
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": f"{words}; the body says what and why."}
+    for status, words in (("4XX", "Refused"), ("5XX", "Failed, or not ready"))
+}
+"""What every route may answer beside success, as its OpenAPI document says it."""
 
 
 class APIError(Exception):
@@ -228,11 +237,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def on_unfit_parameter(request: Request, error: Exception) -> Response:
-    """A part of the path or the query that is not what its route declares (422)."""
+    """A part of the path or the query that is not what its route declares."""
     assert isinstance(error, RequestValidationError)
     fault = error.errors()[0]
     where, name = (str(part) for part in fault["loc"][:2])
-    return await on_api_error(request, APIError(422, f"{show(name)} in the {where}: {fault['msg']}.", param=name))
+    return await on_api_error(request, invalid(name, f"{show(name)} in the {where}: {fault['msg']}."))
 
 
 async def on_client_gone(request: Request, error: Exception) -> Response:

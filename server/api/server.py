@@ -10,16 +10,17 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import uvicorn
 from prometheus_client import CollectorRegistry
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp
 
 from server.api.app import create_app
+from server.api.http1 import IDLE_CONNECTION_SECONDS, Protocol
 from server.api.ports import Engine
 from server.api.service import Service
-from server.config import ServeSettings
+from server.config import ServeSettings, UnusableOption
 from server.generation import Phase
 from server.metrics import Metrics
 
@@ -35,12 +36,11 @@ _ACCEPTED_AT_ONCE = 8
 _KERNEL_BACKLOG = 2048
 # What the engine may take to end after its last request; its step in progress cannot be interrupted.
 _STOP_SECONDS = 2.0
-# Longer than the idle timeouts of usual load balancers, so that it is never us who close a connection they reuse.
-_IDLE_CONNECTION_SECONDS = 75
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serve until a signal. Returns the exit code: 0 after a drain, 1 if the port or the model cannot be had.
+    """Serve until a signal. Returns the exit code: 0 after a drain, 1 if the port, the model or a file of keys cannot
+    be had.
 
     SIGTERM or SIGINT drains: /ready turns 503, new requests are refused, open ones finish within `shutdown_timeout`
     and what is left then ends with an error. The port stays open meanwhile. A second signal ends the process at once.
@@ -59,7 +59,11 @@ def serve(settings: ServeSettings) -> int:
         return 1
     _allow_many_connections()
     metrics = Metrics(CollectorRegistry(), settings.served_names[0])
-    return asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
+    try:
+        return asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
+    except UnusableOption as error:
+        logger.error("%s", error)
+        return 1
 
 
 def _allow_many_connections() -> None:
@@ -89,12 +93,20 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Protocol(H11Protocol):
-    """Closes connections that never send a request; uvicorn's own timer starts with the first answer."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast(asyncio.Transport, transport))
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+def http_config(app: ASGIApp) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=IDLE_CONNECTION_SECONDS,
+        backlog=_ACCEPTED_AT_ONCE,
+        http=Protocol,
+        ws="none",
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
+    )
 
 
 class _Uvicorn(uvicorn.Server):
@@ -111,7 +123,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listener: socket.socket) -> int:
-    """Serve `engine` on `listener` until a signal or until it cannot load; the exit code."""
+    """Serve `engine` on `listener` until a signal or until it cannot load; the exit code. Raises UnusableOption."""
     app = create_app(engine, metrics, settings)
     service: Service = app.state.service
     stopping = asyncio.Event()
@@ -129,20 +141,7 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, on_signal, number)
-    config = uvicorn.Config(
-        app,
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_IDLE_CONNECTION_SECONDS,
-        backlog=_ACCEPTED_AT_ONCE,
-        http=_Protocol,
-        ws="none",
-        timeout_graceful_shutdown=_FLUSH_SECONDS,
-    )
-    http = _Uvicorn(config)
+    http = _Uvicorn(http_config(app))
     serving = asyncio.create_task(http.serve([listener]))
     logger.info("listening on %s (loading the model)", url_of(listener))
     try:

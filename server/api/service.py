@@ -47,6 +47,7 @@ class Service:
     """One per app.
 
     draining: set at the first signal, before the engine has heard of it.
+    keep_alive: seconds of silence after which a stream gets a comment.
     preparing: bodies that are being checked and tokenized; each has a place in the queue already.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from server.api.app import create_app
-from server.api.server import bind, url_of
+from server.api.server import bind, http_config, url_of
 from server.config import ServeSettings
 from server.metrics import Metrics
 from tests.api.fake_engine import FakeEngine
@@ -71,19 +71,20 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 @asynccontextmanager
 async def serve_fake(
-    engine: FakeEngine | None = None, *, keep_alive: float = 15.0, **options: Any
+    engine: FakeEngine | None = None, *, headers: Mapping[str, str] | None = None, **options: Any
 ) -> AsyncIterator[Served]:
     engine = engine or FakeEngine()
     registry = CollectorRegistry()
     settings = ServeSettings(model="tiny", **options)
-    app = create_app(engine, Metrics(registry, "tiny"), settings, keep_alive=keep_alive)
+    app = create_app(engine, Metrics(registry, "tiny"), settings)
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    config = http_config(app)
+    config.timeout_graceful_shutdown = 1
     http = uvicorn.Server(config)
     task = asyncio.create_task(http._serve([listener]))
     url = url_of(listener)
     try:
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, headers=headers) as client:
             yield Served(engine, client, url, registry, app)
     finally:
         engine.release()

@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.body import MAX_BODY_BYTES
+from server.config import ServeSettings
 from tests.api.conftest import PATH, Serve, Served
 
 JSON = {"content-type": "application/json"}
+MAX_BODY_BYTES = ServeSettings.model_fields["max_body_size"].default
 
 
 def check_error(response: httpx.Response, status: int = 400) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def check_error(response: httpx.Response, status: int = 400) -> dict[str, Any]:
     assert isinstance(error["message"], str)
     assert error["message"]
     assert isinstance(error["type"], str)
-    assert error["code"] is None or isinstance(error["code"], str)
+    assert isinstance(error["code"], str)
     assert "Traceback" not in response.text
     assert ".py" not in response.text
     assert isinstance(error, dict)

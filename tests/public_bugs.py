@@ -108,12 +108,12 @@ def check_idle(server: Server, within: float = 5.0) -> dict[str, float]:
 
 
 class Neighbour:
-    """A forced stream of A's that runs while something else is tried; on leaving, it must have come to its end unharmed.
+    """A forced stream of A's that runs while something else is tried, and must come to its end unharmed.
 
     Entered once its first token is there.
     """
 
-    def __init__(self, server: Server, num_tokens: int = 200) -> None:
+    def __init__(self, server: Server, num_tokens: int = 80) -> None:
         self._url = f"{server.url}{COMPLETIONS}"
         self._num_tokens = num_tokens
         self._begun = threading.Event()
@@ -178,7 +178,7 @@ class Oracle:
         return float(top[0] - top[1])
 
     def is_near_tie(self, prompt: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-        """Whether two greedy outputs are the same (False) or part at a near tie (True); fails where they just differ."""
+        """Whether two greedy outputs part at a near tie; they fail the test where they differ otherwise."""
         if list(one) == list(other):
             return False
         at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)

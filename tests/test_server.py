@@ -36,9 +36,11 @@ pytestmark = pytest.mark.embedded
 class Server:
     """A `sluice serve` process on a free port."""
 
+    program: tuple[str, ...] = ("-m", "server")
+
     def __init__(self, log: Path, *flags: str) -> None:
         self.log = log
-        command = [sys.executable, "-m", "server", "serve", "--port=0", *flags]
+        command = [sys.executable, *self.program, "serve", "--port=0", *flags]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}
         with log.open("wb") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)

@@ -30,7 +30,12 @@ HEAD_SECONDS = 20.0
 """From the first byte of a request to the end of its headers."""
 MAX_HEAD_BYTES = 32 * 2**10
 
-_CODES = {400: "invalid_request", 408: "head_timeout", 431: "headers_too_large", 501: "unsupported_transfer_encoding"}
+_CODES = {
+    400: "invalid_request",
+    408: "head_timeout",
+    431: "headers_too_large",
+    501: "unsupported_transfer_encoding",
+}
 _HEAD_IS_LONG = f"The request line and headers are larger than the {MAX_HEAD_BYTES} bytes they may have."
 
 
@@ -55,10 +60,13 @@ class _Connection(h11.Connection):
 
 def _check_head(request: h11.Request) -> None:
     """Raises RemoteProtocolError for what h11 lets pass."""
+    if request.http_version not in (b"1.1", b"1.0"):
+        raise h11.RemoteProtocolError("another version of HTTP", error_status_hint=505)
     names = {name for name, _ in request.headers}
-    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
+    if b"transfer-encoding" in names and (b"content-length" in names or request.http_version == b"1.0"):
         raise h11.RemoteProtocolError("the length of the body is told in two ways")
-    if len(request.target) + sum(len(name) + len(value) for name, value in request.headers) > MAX_HEAD_BYTES:
+    lines = sum(len(name) + len(": \r\n") + len(value) for name, value in request.headers)
+    if len(request.target) + lines > MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError("", error_status_hint=431)
 
 

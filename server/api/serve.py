@@ -19,7 +19,7 @@ from server.api.watch import DisconnectWatch
 from server.generation import GenerationRequest
 
 # A larger body is parsed and checked in a worker, so that it does not delay other requests' tokens.
-_LARGE_BODY = 64 * 1024
+LARGE_BODY = 64 * 1024
 # An answer with more log-probabilities than this takes tens of milliseconds to write, which a worker then does.
 _MANY_SCORES = 10_000
 
@@ -73,7 +73,7 @@ async def serve(
     with counting_refusal(service, endpoint, False):
         service.ready_model()
         data = await read_body(request)
-        large = len(data) > _LARGE_BODY
+        large = len(data) > LARGE_BODY
         raw = await service.in_large_worker(parse_object, data) if large else parse_object(data)
     watch = DisconnectWatch(request.receive)
     try:

@@ -36,6 +36,7 @@ class ByteTokenizer:
     eos_token_id = EOS
     special_ids = frozenset({BOS, EOS})
     special_texts = ("<s>", "</s>")
+    added_texts: tuple[str, ...] = ()  # none is found in a text: `encode` makes bytes of all of it
     spells = True
     trims_start = False
     longest_token = 1

@@ -126,7 +126,8 @@ async def prepare(
 
     def build() -> tuple[Dialect, Rendered, list[GenerationRequest]]:
         dialect = service.dialect(tokenizer)
-        rendered = _render(body, tools, dialect, tokenizer, model, field)
+        _check_length(body, tokenizer, model, field)
+        rendered = render_prompt(body, tools, dialect, model, field)
         cap = output_cap(max_tokens, len(rendered.ids), model, field)
         seed = service.fresh_seed() if body.seed is None else body.seed
         requests = sequences(
@@ -191,18 +192,12 @@ def _check_together(body: ChatRequest, max_tokens: int, most: int) -> None:
             raise invalid("continue_final_message", message)
 
 
-def _render(
-    body: ChatRequest,
-    tools: Sequence[Mapping[str, Any]],
-    dialect: Dialect,
-    tokenizer: Tokenizer,
-    model: ModelCard,
-    field: str,
+def render_prompt(
+    body: ChatRequest, tools: Sequence[Mapping[str, Any]], dialect: Dialect, model: ModelCard, field: str
 ) -> Rendered:
-    """The prompt. Raises APIError 400."""
+    """The prompt, however long. Raises APIError 400."""
     from server.text.chat_template import TemplateFailed
 
-    _check_length(body, tokenizer, model, field)
     continues = bool(body.continue_final_message)
     starts = not continues if body.add_generation_prompt is None else body.add_generation_prompt
     kwargs = _template_kwargs(body, dialect.template.source)

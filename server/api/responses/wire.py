@@ -56,6 +56,9 @@ class ResponsesRequest(DecodingFields):
     user: Text | None = Field(None, description="a string")
 
 
+# The second counts calls of tools that this server does not have.
+HARMLESS = frozenset({"client_metadata", "max_tool_calls"})
+
 RESPONSES: Unsupported = {
     **COMMON,
     **dict.fromkeys(

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.chat.count import count_tokens
 from server.api.chat.job import Translated
 from server.api.chat.serve import serve_chat
 from server.api.chat.wire import CHAT, ChatBody, ChatRequest
@@ -27,6 +28,12 @@ router = APIRouter(tags=["chat"])
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation with `n` replies; streamed as server-sent events or whole."""
     return await serve_chat(request, "chat", _translate, ChatWriter)
+
+
+@router.post("/v1/chat/completions/input_tokens", openapi_extra={"requestBody": request_schema(ChatRequest)})
+async def count_input_tokens(request: Request) -> Response:
+    """The tokens that the conversation makes as a prompt."""
+    return await count_tokens(request, _translate)
 
 
 def _translate(raw: Mapping[str, Any]) -> Translated:

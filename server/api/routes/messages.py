@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.chat.count import count_tokens
 from server.api.chat.job import Translated
 from server.api.chat.serve import serve_chat
 from server.api.chat.wire import ChatRequest
@@ -38,6 +39,12 @@ NAMES: Names = {
 async def create_message(request: Request) -> Response:
     """Answer the conversation, streamed as server-sent events or whole."""
     return await serve_chat(request, ENDPOINT, _translate, MessagesWriter, names=NAMES)
+
+
+@router.post("/count_tokens", openapi_extra={"requestBody": request_schema(CountTokensRequest)})
+async def count_message_tokens(request: Request) -> Response:
+    """The tokens that the conversation makes as a prompt."""
+    return await count_tokens(request, lambda raw: _chat_of(CountTokensRequest, raw), names=NAMES)
 
 
 def _translate(raw: Mapping[str, Any]) -> Translated:

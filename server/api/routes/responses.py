@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from server.api.chat.count import count_tokens
 from server.api.chat.job import Translated
 from server.api.chat.serve import serve_chat
 from server.api.chat.wire import ChatRequest
@@ -16,7 +17,7 @@ from server.api.errors import APIError
 from server.api.parameters import check_unhandled
 from server.api.renaming import Names, renamed
 from server.api.responses.translate import to_chat
-from server.api.responses.wire import RESPONSES, STATELESS, ResponsesRequest
+from server.api.responses.wire import HARMLESS, RESPONSES, STATELESS, ResponsesRequest
 from server.api.responses.writer import ResponsesWriter
 from server.api.wire import parse, request_schema
 
@@ -38,8 +39,14 @@ async def create_response(request: Request) -> Response:
     return await serve_chat(request, ENDPOINT, _translate, ResponsesWriter, field="input", names=NAMES)
 
 
+@router.post("/input_tokens", openapi_extra={"requestBody": request_schema(ResponsesRequest)})
+async def count_input_tokens(request: Request) -> Response:
+    """The tokens that the input makes as a prompt."""
+    return await count_tokens(request, _translate, field="input", names=NAMES, object="response.input_tokens")
+
+
 def _translate(raw: Mapping[str, Any]) -> Translated:
-    unknown = check_unhandled(raw, ResponsesRequest.model_fields.keys(), RESPONSES)
+    unknown = check_unhandled(raw, ResponsesRequest.model_fields.keys() | HARMLESS, RESPONSES)
     body = parse(ResponsesRequest, raw)
     chat = to_chat(body, raw)
     with renamed(NAMES):
@@ -48,6 +55,8 @@ def _translate(raw: Mapping[str, Any]) -> Translated:
 
 @router.get("/{response_id}")
 @router.delete("/{response_id}")
+@router.get("/{response_id}/input_items")
+@router.post("/{response_id}/cancel")
 async def find_response(response_id: str) -> Response:
     """None is kept, so there is none to find."""
     raise APIError(404, f"There are no stored responses: {STATELESS}.", param="response_id", code="response_not_found")

@@ -1,0 +1,49 @@
+"""The length of a chat's prompt, without an answer to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from server.api.body import parse_object, read_body
+from server.api.chat.job import Translated, render_prompt
+from server.api.chat.tools import resolve_choice
+from server.api.parameters import IGNORED_HEADER, ignored_header
+from server.api.renaming import NONE, Names, renamed
+from server.api.serve import LARGE_BODY
+from server.api.service import served_name, service_of
+
+
+async def count_tokens(
+    request: Request,
+    translate: Callable[[Mapping[str, Any]], Translated],
+    *,
+    field: str = "messages",
+    names: Names = NONE,
+    **rest: Any,
+) -> Response:
+    """`{"input_tokens": n}` with the members of `rest`; the other arguments are as for `serve_chat`.
+
+    A prompt that is too long for an answer is counted like any other. Raises APIError.
+    """
+    service = service_of(request)
+    model, tokenizer = service.ready_model()
+    data = await read_body(request)
+
+    def count() -> tuple[int, Translated]:
+        translated = translate(parse_object(data))
+        body = translated.body
+        served_name(body.model, model)
+        with renamed(names):
+            tools = [] if resolve_choice(body.tools, body.tool_choice) == "none" else body.tools
+            rendered = render_prompt(body, tools, service.dialect(tokenizer), model, field)
+        return len(rendered.ids), translated
+
+    worker = service.in_large_worker if len(data) > LARGE_BODY else service.in_worker
+    number, translated = await worker(count)
+    headers = {IGNORED_HEADER: ignored_header(translated.unknown)} if translated.unknown else {}
+    return Response(json.dumps({"input_tokens": number, **rest}), 200, headers, "application/json")

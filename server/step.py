@@ -56,11 +56,14 @@ class Constraint(Protocol):
     """
 
     def fill_mask(self, mask: Int32Array) -> None:
-        """Write the permitted ids into `mask`, int32 [ceil(V / 32)]: bit `i % 32` of word `i // 32` for token id i."""
+        """Write the permitted ids into `mask`, int32 [ceil(V / 32)]: bit `i % 32` of word `i // 32` for token id i.
+
+        At least one is permitted. Raises ConstraintFailed where that cannot be.
+        """
         ...
 
     def accept(self, token_id: int) -> None:
-        """Go on by a token that the mask permitted."""
+        """Go on by a token that the mask permitted. Raises ConstraintFailed."""
         ...
 
     @property
@@ -153,18 +156,32 @@ class StepResult:
     sample_seconds: float = 0.0
 
 
-class NonFiniteLogits(ArithmeticError):
-    """The model computed NaN or infinite logits for some sequences.
+class ConstraintFailed(Exception):
+    """A grammar cannot be followed further; the message says why."""
+
+
+class SequencesFailed(Exception):
+    """Some sequences of a step cannot go on.
 
     Nothing is drawn for the step: the error names the sequences, so that they can be failed alone. The others lose
     nothing, since sampling is stateless and running their step again draws the same tokens.
 
-    sequences: indices into the plan's sequences.
+    sequences: indices into the plan's sequences. reason: what those who asked for them are told.
     """
+
+    def __init__(self, message: str, sequences: tuple[int, ...], reason: str) -> None:
+        super().__init__(message)
+        self.sequences = sequences
+        self.reason = reason
+
+
+class NonFiniteLogits(SequencesFailed, ArithmeticError):
+    """The model computed NaN or infinite logits for these sequences."""
 
     def __init__(self, sequences: tuple[int, ...]) -> None:
         super().__init__(
             f"the model computed NaN or infinite logits for sequence(s) {', '.join(map(str, sequences))} of the step; "
-            "weights or activations overflow: try --dtype float32 or bfloat16"
+            "weights or activations overflow: try --dtype float32 or bfloat16",
+            sequences,
+            "the model computed NaN or infinite logits for this request (see the server's log)",
         )
-        self.sequences = sequences

@@ -79,6 +79,22 @@ class Tokenizer:
         texts = self._tokenizer.convert_ids_to_tokens(sorted(self.special_ids))
         return tuple(sorted(texts, key=len, reverse=True))
 
+    @cached_property
+    def added_texts(self) -> tuple[str, ...]:
+        """How the tokens are written that are found in a text before all else, special or not, longest first."""
+        if self._backend is None:
+            texts = {*self._tokenizer.added_tokens_encoder, *self.special_texts}
+        else:
+            texts = {token.content for token in self._backend.get_added_tokens_decoder().values()}
+        return tuple(sorted(texts, key=len, reverse=True))
+
+    def definition(self) -> dict[str, Any] | None:
+        """What `tokenizers.Tokenizer.from_str` makes this tokenizer from; None for one in Python."""
+        if self._backend is None:
+            return None
+        definition: dict[str, Any] = json.loads(self._backend.to_str())
+        return definition
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it, None where it has none."""
         if self._backend is not None:
@@ -103,14 +119,15 @@ class Tokenizer:
         Raises:
             ValueError: the text holds half a surrogate pair, which is no character.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"character {error.start} of the text is half a surrogate pair, not a character") from None
+        check_characters(text)
         if self._backend is not None:
             # Only the batch call lets other threads run: `encode` would stop the event loop for as long as it takes.
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, in which no special token is recognised and to which none is added."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of `ids`, spaces as they are; bytes that form no character become U+FFFD."""
@@ -137,6 +154,14 @@ class Tokenizer:
             return None
         token = self._backend.id_to_token(token_id)
         return None if token is None else self._spell(token)
+
+
+def check_characters(text: str) -> None:
+    """Raises ValueError where `text` holds half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"character {error.start} of the text is half a surrogate pair, not a character") from None
 
 
 def _speller(decoder: dict[str, Any]) -> tuple[_Speller | None, bool]:

@@ -29,12 +29,13 @@ class ReplyFormat:
     """What the replies of a model look like.
 
     name: "hermes", "llama3", "mistral", "deepseek" or "json".
+    syntax: the markup of its calls.
     marker_ids: special tokens that belong to its markup, to be shown to the parser although others are left out.
     """
 
     def __init__(self, syntax: Syntax, tags: Tags | None, tokenizer: Tokenizer) -> None:
         self.name: str = syntax.name
-        self._syntax = syntax
+        self.syntax = syntax
         self._tags = tags
         self._tokenizer = tokenizer
         markers = (*syntax.markers, *((tags.open, tags.close) if tags is not None else ()))
@@ -49,7 +50,7 @@ class ReplyFormat:
         tools: the functions offered; without any, no call is looked for.
         """
         opened = self._tags is not None and is_open(self._tags, prompt_text, self._tokenizer)
-        return Reply(self._tags, opened, self._syntax, names_of(tools))
+        return Reply(self._tags, opened, self.syntax, names_of(tools))
 
     def call_grammar(self, tools: Sequence[Tool], choice: str | None, parallel: bool, prompt_text: str) -> GrammarSpec:
         """A reply that is nothing but calls, after reasoning where the model reasons.

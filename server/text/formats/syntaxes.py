@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 from server.text.formats.reader import Malformed, Waiting
@@ -11,7 +12,7 @@ from server.text.formats.reader import Malformed, Waiting
 if TYPE_CHECKING:
     from server.text.formats.parser import Reply
 
-_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,256}")
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _LONGEST_NAME = 256
 
 
@@ -26,6 +27,10 @@ def _checked(name: str) -> str:
     return name
 
 
+def _envelope(name: str, arguments: str, key: str = "arguments") -> str:
+    return f'{{"name": {json.dumps(name)}, "{key}": {arguments}}}'
+
+
 class Hermes:
     """Hermes 2 and 3, Qwen 2.5 and 3 and many more: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one each.
 
@@ -36,6 +41,10 @@ class Hermes:
     openers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
     markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     bare: ClassVar[bool] = False
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, each a name and arguments as JSON text, as the model writes them."""
+        return "\n".join(f"<tool_call>\n{_envelope(*call)}\n</tool_call>" for call in calls)
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         reader = reply.reader
@@ -71,6 +80,9 @@ class Llama3:
     markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
     bare: ClassVar[bool] = True
 
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        return "; ".join(_envelope(*call, key="parameters") for call in calls)
+
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         reader = reply.reader
         yield from reader.skip_spaces()
@@ -94,6 +106,9 @@ class Mistral:
     openers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
     markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     bare: ClassVar[bool] = False
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        return f"[TOOL_CALLS] [{', '.join(_envelope(*call) for call in calls)}]"
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         reader = reply.reader
@@ -128,6 +143,14 @@ class DeepSeek:
         "<｜tool▁calls▁end｜>",
     )
     bare: ClassVar[bool] = False
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        all_begin, begin, separator, end, all_end = self.markers
+        return (
+            all_begin
+            + "\n".join(f"{begin}function{separator}{name}\n```json\n{text}\n```{end}" for name, text in calls)
+            + all_end
+        )
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         _, begin, separator, end, all_end = self.markers

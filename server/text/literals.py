@@ -1,0 +1,146 @@
+"""Special tokens that a client writes stay text: only those the chat template writes become control tokens.
+
+A literal `<|im_end|>` in a message would otherwise end the turn in which it stands, and what follows it would speak
+with another's voice. Tokens that are not special (Qwen's `<think>` and `<tool_call>`) are left to the tokenizer:
+templates look for them in messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from server.text.tokenizer import Tokenizer, check_characters
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_PRIVATE = (range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))  # planes 15 and 16
+
+
+class Literals:
+    """Stand-ins for the special tokens in what a client sent: one private character each.
+
+    One character, so that a template that cuts, joins or escapes strings treats it as a whole. None of them occurs
+    in the strings or in `source`, the template.
+    """
+
+    def __init__(self, pattern: re.Pattern[str], special: frozenset[str], source: str, *values: object) -> None:
+        self.stand_ins: dict[str, str] = {}
+        self._pattern = pattern
+        self._special = special
+        written = {found for text in _strings(values) for found in pattern.findall(text)} & special
+        if written:
+            used = set(source).union(*_strings(values))
+            free = (chr(code) for codes in _PRIVATE for code in codes if chr(code) not in used)
+            self.stand_ins = {text: next(free) for text in sorted(written)}
+
+    def hide(self, value: Any) -> Any:
+        """`value` with the stand-ins in all its strings."""
+        if isinstance(value, str):
+            return self._pattern.sub(lambda found: self.stand_ins.get(found[0], found[0]), value)
+        if isinstance(value, Mapping):
+            return {self.hide(key): self.hide(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.hide(item) for item in value]
+        return value
+
+    def show(self, text: str) -> str:
+        """`text` as the client would have written it."""
+        return text.translate({ord(char): literal for literal, char in self.stand_ins.items()})
+
+
+class LiteralEncoder:
+    """Encodes rendered conversations. Safe to use from any thread.
+
+    For text with literals it has a copy of the tokenizer in which special tokens have other, secret names. In a text
+    where the template's tokens go by those names, all is encoded at once as without literals, and the literals, being
+    no tokens there, as any other text. The copy is made when first needed (a second for a large vocabulary).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.special_texts)
+        self._pattern = re.compile("|".join(map(re.escape, tokenizer.added_texts)) or r"(?!)")
+        secret = secrets.token_hex(8)
+        self._names = {text: f"{secret}{index:08x}" for index, text in enumerate(sorted(self._special))}
+        self._lock = Lock()
+
+    def literals(self, source: str, *values: object) -> Literals:
+        """Stand-ins for the special tokens that are written in `values`."""
+        return Literals(self._pattern, self._special, source, *values)
+
+    def encode(self, text: str, literals: Literals) -> list[int]:
+        """Token ids of a rendered `text` with stand-ins; nothing is added to it.
+
+        Raises:
+            ValueError: the text holds half a surrogate pair, which is no character.
+        """
+        if not literals.stand_ins:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        check_characters(text)
+        with self._lock:
+            copy = self._copy
+        if copy is None:
+            return self._encode_apart(text, literals)
+        named = self._pattern.sub(lambda found: self._names.get(found[0], found[0]), text)
+        return list(copy.encode_batch_fast([literals.show(named)], add_special_tokens=False)[0].ids)
+
+    @cached_property
+    def _copy(self) -> Backend | None:
+        definition = self._tokenizer.definition()
+        if definition is None:
+            return None
+        from tokenizers import Tokenizer as Backend
+
+        return Backend.from_str(json.dumps(_renamed(definition, self._names)))
+
+    def _encode_apart(self, text: str, literals: Literals) -> list[int]:
+        """For tokenizers in Python: the literals by themselves, and what is between them."""
+        ids: list[int] = []
+        for piece in re.split(f"([{''.join(literals.stand_ins.values())}])", text):
+            if piece in literals.stand_ins.values():
+                ids += self._tokenizer.encode_plain(literals.show(piece))
+            elif piece:
+                ids += self._tokenizer.encode(piece, add_special_tokens=False)
+        return ids
+
+
+def _strings(value: object) -> Iterator[str]:
+    """All strings in `value`, the keys of its objects too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(key)
+            yield from _strings(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)
+
+
+def _renamed(definition: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The definition of a tokenizer in the form of the `tokenizers` library, its tokens renamed, ids unchanged.
+
+    Merges that make or use such a token go: plain text must not arrive at one.
+    """
+    model = dict(definition["model"])
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(token, token): token_id for token, token_id in vocab.items()}
+    elif isinstance(vocab, list):
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocab]
+    if "merges" in model:
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        model["merges"] = [pair for pair in pairs if not {*pair, "".join(pair)} & names.keys()]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    added = [
+        {**token, "content": names.get(token["content"], token["content"])} for token in definition["added_tokens"]
+    ]
+    return {**definition, "model": model, "added_tokens": added, "post_processor": None}

@@ -23,10 +23,9 @@ class Dialect:
 def load_dialect(tokenizer: Tokenizer, settings: ServeSettings) -> Dialect:
     """Takes milliseconds: it belongs in a worker. Raises APIError 400 for a model without a template."""
     from server.text.chat_template import ChatTemplate, NoChatTemplate
-    from server.text.formats import reply_format
 
     try:
-        template = ChatTemplate(tokenizer, None)
+        template = ChatTemplate(tokenizer, settings.chat_template, settings.tool_format)
     except NoChatTemplate as error:
         raise APIError(400, f"This model does not chat: {error}.", code="no_chat_template") from None
-    return Dialect(template, reply_format(template.source, tokenizer, None))
+    return Dialect(template, template.reply_format)

@@ -5,7 +5,6 @@ Nothing is ever fetched: a part that points somewhere is refused, whatever it po
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,23 +126,15 @@ def _call(place: Place) -> dict[str, Any]:
     if not place["type"].absent:
         place["type"].one_of(["function"])
     function = place["function"]
+    arguments = function["arguments"]
     return {
         "id": _name(place["id"]),
         "type": "function",
-        "function": {"name": _name(function["name"]), "arguments": _arguments(function["arguments"])},
+        "function": {
+            "name": _name(function["name"]),
+            "arguments": arguments.text() if isinstance(arguments.value, str) else arguments.mapping(),
+        },
     }
-
-
-def _arguments(place: Place) -> object:
-    """Templates want an object. What is none, the model's own broken output sent back, stays the text it is."""
-    if isinstance(place.value, dict):
-        return place.value
-    text = place.text()
-    try:
-        parsed = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-    return parsed if isinstance(parsed, dict) else text
 
 
 def _content(place: Place, role: str) -> str | None:

@@ -79,7 +79,7 @@ class ChatWriter:
                     yield event(f'{head}{{"index":{choice},{middle}{tail}'.encode())
                     scores = ()
                 if delta.finish_reason is not None:
-                    logprobs = _logprobs(scores) if scores else "null"
+                    logprobs = _logprobs(scores) if scored else "null"
                     reason, stop = quote(delta.finish_reason), json.dumps(delta.stop_reason)
                     end = f'"delta":{{}},"logprobs":{logprobs},"finish_reason":{reason},"stop_reason":{stop}}}'
                     yield event(f'{head}{{"index":{choice},{end}{tail}'.encode())

@@ -44,7 +44,7 @@ from server.reports import AbortCause, FinishedReport, PoolReport, StepReport
 from server.scheduler.request import Request
 from server.scheduler.scheduler import Progress, Scheduler
 from server.session import Session, Submission
-from server.step import NonFiniteLogits, StepPlan, StepResult
+from server.step import ConstraintFailed, SequencesFailed, StepPlan, StepResult
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ class AsyncEngine:
             self._report_pool(scheduler)
             try:
                 result = await self._compute(started.runner.run, plan)
-            except NonFiniteLogits as error:
+            except SequencesFailed as error:
                 self._fail(scheduler, error)
             else:
                 self._finish_step(scheduler, plan, result, begun, now)
@@ -301,12 +301,12 @@ class AsyncEngine:
         now = time.monotonic()
         for request_id in self._deadlines.passed(now):
             session = self._sessions[request_id]
-            if session.deadline is not None and session.deadline <= now:
-                self._run_out(session, now)
-            elif session.submission.started:  # a sibling has, so the work has begun
-                self._deadlines.set(request_id, session.deadline)
-            else:
+            if _is_past(session.queue_deadline, now) and not session.submission.started:
                 self._time_out(session, now)
+            elif _is_past(session.deadline, now):
+                self._run_out(session, now)
+            else:  # a sibling has started, so the work has begun
+                self._deadlines.set(request_id, session.deadline)
 
     def _time_out(self, session: Session, now: float) -> None:
         """End a request that did not start in time."""
@@ -385,19 +385,19 @@ class AsyncEngine:
             )
         )
 
-    def _fail(self, scheduler: Scheduler, error: NonFiniteLogits) -> None:
-        """End the requests that the model cannot continue; the others run their step again and lose nothing."""
+    def _fail(self, scheduler: Scheduler, error: SequencesFailed) -> None:
+        """End the requests that cannot be continued; the others run their step again and lose nothing."""
         logger.error("%s", error)
         for sequence in scheduler.fail(error.sequences):
-            session = self._sessions[sequence.request_id]
-            failure = GenerationFailed(
-                "the model computed NaN or infinite logits for this request (see the server's log)"
-            )
-            self._outbox.append((self._streams[sequence.request_id], failure))
-            self.metrics.discarded("error", session.num_held)
-            self._close(session, "error", None, time.monotonic())
+            self._fail_one(self._sessions[sequence.request_id], error.reason)
         self._report_pool(scheduler)
         self._flush()
+
+    def _fail_one(self, session: Session, reason: str) -> None:
+        """End a request that the scheduler has let go of."""
+        self._outbox.append((self._streams[session.request.request_id], GenerationFailed(reason)))
+        self.metrics.discarded("error", session.num_held)
+        self._close(session, "error", None, time.monotonic())
 
     def _advance(self, scheduler: Scheduler, progress: Progress, now: float) -> int:
         """Make and send the output of one request's progress; returns how many tokens became certain."""
@@ -408,6 +408,7 @@ class AsyncEngine:
             if session.sequence.leader is None:  # siblings share one prompt, which usage counts once
                 self.metrics.prompt_computed(progress.request.num_prompt, progress.request.num_cached)
         if progress.token_id is not None:
+            session.submission.answered = True
             if session.first_token is None:
                 session.first_token = now
                 self.metrics.first_token(now - session.arrived)
@@ -415,7 +416,14 @@ class AsyncEngine:
                 assert session.last_token is not None
                 self.metrics.inter_token(now - session.last_token)
             session.last_token = now
-        output = session.advance(progress, self._started.tokenizer, self._started.card.eos_token_ids)
+        try:
+            output = session.advance(progress, self._started.tokenizer, self._started.card.eos_token_ids)
+        except ConstraintFailed as error:
+            logger.error("request %s: %s", session.request.request_id, error)
+            if progress.finish_reason is None:
+                scheduler.abort(progress.request)
+            self._fail_one(session, str(error))
+            return 0
         if output is None:
             return 0
         session.submission.answered = True
@@ -546,6 +554,10 @@ class AsyncEngine:
 
 def _between(earlier: float | None, later: float | None) -> float | None:
     return None if earlier is None or later is None else later - earlier
+
+
+def _is_past(deadline: float | None, now: float) -> bool:
+    return deadline is not None and deadline <= now
 
 
 def _least(*seconds: float | None) -> float | None:

@@ -19,7 +19,7 @@ DEADLINE = "deadline"
 class Submission:
     """What the sequences submitted together have in common, so that time runs out for all of them or for none.
 
-    arrived: when they were submitted; started, answered: whether one of them has been admitted, and has an output.
+    arrived: when they were submitted; started, answered: whether one of them has been admitted, and has a token or an end.
     """
 
     arrived: float
@@ -65,14 +65,20 @@ class Session:
         """What a step made certain, or None when it is nothing yet.
 
         An output with a finish_reason is the last one; the caller then ends the request if the scheduler has not.
+
+        Raises:
+            ConstraintFailed: the request's grammar cannot be followed further.
         """
         self._scores.extend(progress.scores)
         if progress.token_id is None:
             return self._output(Delta("", 0, None), "length", None) if progress.finish_reason else None
 
+        completes = self._completes(progress)
+        finish_reason = "stop" if completes else progress.finish_reason
         text = self._text_stream(tokenizer)
         self._held.append((progress.token_id, progress.logprobs))
-        if progress.finish_reason == "stop" and not self.request.include_stop_str:
+        ends_by_token = progress.finish_reason == "stop" or (completes and progress.token_id in eos_token_ids)
+        if ends_by_token and not self.request.include_stop_str:
             stop_token = self._held.pop()
             delta = text.finish()
             if delta.stop is not None:
@@ -83,14 +89,22 @@ class Session:
         delta = text.append(progress.token_id)
         if delta.stop is not None:
             return self._output(delta, "stop", delta.stop)
-        if progress.finish_reason is None:
+        if finish_reason is None:
             return self._output(delta, None, None) if delta.released or delta.text else None
         last = text.finish()
         joined = Delta(delta.text + last.text, delta.released + last.released, last.stop)
         if last.stop is not None:
             return self._output(joined, "stop", last.stop)
         ended_by_token = progress.finish_reason == "stop" and progress.token_id not in eos_token_ids
-        return self._output(joined, progress.finish_reason, progress.token_id if ended_by_token else None)
+        return self._output(joined, finish_reason, progress.token_id if ended_by_token else None)
+
+    def _completes(self, progress: Progress) -> bool:
+        """Whether this token completes the text by the request's grammar, which goes on by it."""
+        constraint = self.request.constraint
+        if constraint is None or progress.token_id is None or progress.finish_reason == "stop":
+            return False
+        constraint.accept(progress.token_id)
+        return constraint.finished
 
     def cut_off(self) -> Output:
         """The last output of a request that is aborted: text that was held back stays back."""
@@ -115,6 +129,7 @@ class Session:
                 stop=self.request.stop,
                 include_stop_str=self.request.include_stop_str,
                 skip_special_tokens=self.request.skip_special_tokens,
+                shown_special_ids=self.request.shown_special_ids,
                 min_tokens=self.request.params.min_tokens,
             )
         return self._text

@@ -16,6 +16,7 @@ from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
 from server.model.attention.reference import MAX_SCORES
 from server.model.hook import IMPLEMENTATION, Layer, PagedAttention, attending
+from server.model.masks import MaskFiller
 from server.model.positions import pin_rope, take_over_temperature
 from server.model.probe import check_numbers, probe, probe_tokens
 from server.model.sampler import Sampler
@@ -65,6 +66,7 @@ class ModelRunner:
 
         probed = probe(model)
         self._sampler = Sampler(vocab_size or model.config.vocab_size)
+        self._mask_filler = MaskFiller(vocab_size or model.config.vocab_size)
         self.specs: tuple[LayerSpec, ...] = tuple(layer.spec for layer in probed)
         backends = select_backends(backend, self.specs, self.device)
         self.backends = tuple(backend.name for backend in backends)
@@ -103,14 +105,23 @@ class ModelRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """Compute the step's tokens, write their keys and values to the pool, and draw the samples.
 
+        The masks of constrained samples are made meanwhile.
+
         Raises:
-            NonFiniteLogits: from the sampler; the pool holds the step's keys and values all the same.
+            SequencesFailed: from the sampler (NonFiniteLogits) or a constraint; the pool holds the step's keys and
+                values all the same.
         """
         clock = _Clock(self.device)
-        logits = self.compute_logits(plan)
+        pending = self._mask_filler.begin(plan)
+        try:
+            logits = self.compute_logits(plan)
+        finally:
+            if pending is not None:
+                pending.settle()
+        masks = pending.result() if pending is not None else None
         clock.lap()
         num_samples = len(plan.params)
-        token_ids, logprobs = self._sampler.sample(logits[:num_samples], plan)
+        token_ids, logprobs = self._sampler.sample(logits[:num_samples], plan, masks)
         scores = self._sampler.score(logits[num_samples:], plan)
         clock.lap()
         forward_seconds, sample_seconds = clock.seconds()

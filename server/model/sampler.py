@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from server.model.masks import Masks
 from server.model.noise import exponential, noise_keys, seed_words
 from server.step import History, Int32Array, Int64Array, NonFiniteLogits, SamplingParams, StepPlan, TokenLogprobs
 
@@ -40,19 +41,27 @@ class Sampler:
     logit and then by token id, and top_p keeps the token that crosses p. Greedy rows take the greatest logit, the
     first of equals.
 
+    A constraint's mask comes after the bias and before the temperature, so that all cuts are made among the permitted
+    tokens. One that permits stop tokens alone has them drawn even before `min_tokens`.
+
     vocab_size: tokens from this id on are never drawn; heads padded beyond the vocabulary have rows without a text.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._params: tuple[SamplingParams, ...] = ()
+        self._constrained: tuple[int, ...] = ()
         self._groups: list[_Group] = []
         self._ids = torch.empty(0, dtype=torch.int32)
 
-    def sample(self, logits: Tensor, plan: StepPlan) -> tuple[Int64Array, tuple[TokenLogprobs | None, ...]]:
+    def sample(
+        self, logits: Tensor, plan: StepPlan, masks: Masks | None = None
+    ) -> tuple[Int64Array, tuple[TokenLogprobs | None, ...]]:
         """Draw the plan's S samples from logits [S, V] of any floating dtype and device; they are left unchanged.
 
         Log-probabilities are those of the logits as they came, over all V.
+
+        masks: of the samples that have a constraint.
 
         Raises:
             NonFiniteLogits: some row has no finite greatest logit.
@@ -62,8 +71,8 @@ class Sampler:
             return np.empty(0, dtype=np.int64), ()
         drawable = logits[:, : self._vocab_size]
         best, picks = drawable.max(dim=-1)
-        for group in self._groups_for(params, drawable):
-            picks[group.rows] = group.draw(drawable, plan, self._ids)
+        for group in self._groups_for(params, masks.rows if masks is not None else (), drawable):
+            picks[group.rows] = group.draw(drawable, plan, self._ids, masks)
         token_ids, finite = torch.stack((picks, best.isfinite().long())).cpu().numpy()
         if not finite.all():
             raise NonFiniteLogits(tuple(sorted({int(plan.sample_rows[row]) for row in np.flatnonzero(finite == 0)})))
@@ -86,30 +95,40 @@ class Sampler:
         rows = range(len(plan.score_targets))
         return tuple(_report(logits, rows, plan.score_targets, plan.score_tops.tolist(), plan.score_rows))
 
-    def _groups_for(self, params: tuple[SamplingParams, ...], logits: Tensor) -> list[_Group]:
+    def _groups_for(
+        self, params: tuple[SamplingParams, ...], constrained: tuple[int, ...], logits: Tensor
+    ) -> list[_Group]:
         """The rows that need more than the greatest logit. Parameters are compared by identity, so a batch whose
         members stay keeps its tensors from step to step."""
         if self._ids.shape[0] != logits.shape[1] or self._ids.device != logits.device:
             self._ids = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
             self._params = ()
-        if params != self._params:
-            self._groups = _make_groups(params, logits)
-            self._params = params
+        if params != self._params or constrained != self._constrained:
+            self._groups = _make_groups(params, constrained, logits)
+            self._params, self._constrained = params, constrained
         return self._groups
 
 
-def _make_groups(params: tuple[SamplingParams, ...], logits: Tensor) -> list[_Group]:
+def _make_groups(params: tuple[SamplingParams, ...], constrained: tuple[int, ...], logits: Tensor) -> list[_Group]:
     """Partition rows by the work they need, so that a row never pays for its neighbour's."""
     num_logits = logits.shape[1]
-    members: dict[tuple[_Kind, bool], list[int]] = {}
+    mask_of = {row: index for index, row in enumerate(constrained)}
+    members: dict[tuple[_Kind, bool, bool], list[int]] = {}
     for row, param in enumerate(params):
         kind = _kind(param, num_logits)
-        if kind != "greedy" or param.needs_history or param.logit_bias or (param.min_tokens and param.stop_token_ids):
-            members.setdefault((kind, param.needs_history), []).append(row)
+        bans = bool(param.min_tokens and param.stop_token_ids)
+        if kind != "greedy" or param.needs_history or param.logit_bias or bans or row in mask_of:
+            members.setdefault((kind, param.needs_history, row in mask_of), []).append(row)
     step = _block_rows(logits)
     return [
-        _Group([(row, params[row]) for row in rows[start : start + step]], kind, num_logits, logits.device)
-        for (kind, _), rows in members.items()
+        _Group(
+            [(row, params[row]) for row in rows[start : start + step]],
+            kind,
+            num_logits,
+            logits.device,
+            [mask_of[row] for row in rows[start : start + step]] if is_constrained else None,
+        )
+        for (kind, _, is_constrained), rows in members.items()
         for start in range(0, len(rows), step)
     ]
 
@@ -121,15 +140,24 @@ def _kind(params: SamplingParams, num_logits: int) -> _Kind:
 
 
 class _Group:
-    """Rows of one kind, penalised all or none, with their parameters as columns [n, 1] on the device."""
+    """Rows of one kind, penalised and constrained all or none, with their parameters as columns [n, 1] on the device.
+
+    mask_rows: where in `Masks.bits` each row's mask is; None where the rows are free.
+    """
 
     def __init__(
-        self, members: list[tuple[int, SamplingParams]], kind: _Kind, num_logits: int, device: torch.device
+        self,
+        members: list[tuple[int, SamplingParams]],
+        kind: _Kind,
+        num_logits: int,
+        device: torch.device,
+        mask_rows: list[int] | None,
     ) -> None:
         params = [param for _, param in members]
         self._members = members
         self._kind = kind
         self._device = device
+        self._mask_rows = mask_rows
         self.rows = torch.tensor([row for row, _ in members], device=device)
         self._penalties = _Penalties.of(params, device) if params[0].needs_history else None
         self._bias = torch.from_numpy(_flatten([param.logit_bias for param in params], num_logits)).to(device)
@@ -150,10 +178,10 @@ class _Group:
         self._top_k = self._column([float(k or math.inf) for k in top_k])
         self._top_p = self._column([param.top_p if param.top_p < 1.0 else math.inf for param in params], torch.float64)
 
-    def draw(self, logits: Tensor, plan: StepPlan, ids: Tensor) -> Tensor:
+    def draw(self, logits: Tensor, plan: StepPlan, ids: Tensor, masks: Masks | None) -> Tensor:
         """Token ids [n] of the group's rows, from logits [S, V] and the int32 `ids` 0 .. V - 1."""
         x = logits[self.rows].float()
-        self._edit(x, plan)
+        self._edit(x, plan, masks)
         if self._kind == "greedy":
             return x.argmax(dim=-1)
         # With the greatest logit at 0, no temperature can overflow.
@@ -166,7 +194,7 @@ class _Group:
             return x.exp_().div_(exponential(ids, keys)).argmax(dim=-1)
         return self._draw_truncated(x, keys)
 
-    def _edit(self, x: Tensor, plan: StepPlan) -> None:
+    def _edit(self, x: Tensor, plan: StepPlan, masks: Masks | None) -> None:
         if self._penalties is not None:
             histories = [history for row, _ in self._members if (history := plan.histories[row]) is not None]
             self._penalties.apply(x, histories)
@@ -176,8 +204,17 @@ class _Group:
         banned = [
             param.stop_token_ids if plan.out_indices[row] < param.min_tokens else () for row, param in self._members
         ]
-        if any(banned):
-            flat.index_fill_(0, torch.from_numpy(_flatten(banned, x.shape[1])).to(self._device), -math.inf)
+        bans = torch.from_numpy(_flatten(banned, x.shape[1])).to(self._device) if any(banned) else None
+        if self._mask_rows is not None and masks is not None:
+            permitted = _unpack(torch.from_numpy(masks.bits[self._mask_rows]).to(self._device), x.shape[1])
+            if bans is not None:
+                left = permitted.clone()
+                left.view(-1).index_fill_(0, bans, False)
+                permitted = torch.where(left.any(dim=-1, keepdim=True), left, permitted)
+            # A permitted token stays above the others even where the model gave it minus infinity.
+            x.clamp_(min=torch.finfo(x.dtype).min).masked_fill_(~permitted, -math.inf)
+        elif bans is not None:
+            flat.index_fill_(0, bans, -math.inf)
 
     def _draw_truncated(self, x: Tensor, keys: Tensor) -> Tensor:
         """Race among the top_k and top_p tokens of the scaled logits x [n, V].
@@ -254,6 +291,13 @@ def _flatten(ids: Sequence[Collection[int] | Int64Array], num_logits: int) -> In
         array = row_ids if isinstance(row_ids, np.ndarray) else np.fromiter(row_ids, np.int64, len(row_ids))
         flat.append(array[(array >= 0) & (array < num_logits)] + row * num_logits)
     return np.concatenate(flat)
+
+
+def _unpack(bits: Tensor, num_logits: int) -> Tensor:
+    """Masks as bool [n, num_logits] from int32 [n, W], of which bit `i % 32` of word `i // 32` is id i's."""
+    octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    table = torch.from_numpy(octets.view(np.int64).ravel()).to(bits.device)
+    return table[bits.view(torch.uint8).int()].view(torch.bool)[:, :num_logits].contiguous()
 
 
 def _leading(x: Tensor, width: int) -> Tensor:

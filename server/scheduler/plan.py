@@ -46,6 +46,7 @@ def build_plan(step: int, scheduled: Sequence[tuple[Request, int]], block_size: 
             score_tops.append(request.prompt_logprobs)
             score_rows.append(row)
 
+    constraints = tuple(request.constraint for _, request in samples)
     return StepPlan(
         step=step,
         input_ids=np.concatenate([r.token_ids[r.num_computed : r.num_computed + count] for r, count in scheduled]),
@@ -62,7 +63,7 @@ def build_plan(step: int, scheduled: Sequence[tuple[Request, int]], block_size: 
         score_targets=np.array(score_targets, dtype=np.int64),
         score_tops=np.array(score_tops, dtype=np.int64),
         score_rows=np.array(score_rows, dtype=np.int32),
-        constraints=tuple(request.constraint for _, request in samples),
+        constraints=constraints if any(constraint is not None for constraint in constraints) else (),
         num_decodes=sum(not request.is_prefilling for request, _ in scheduled),
     )
 

@@ -49,9 +49,11 @@ class TextStream:
         include_stop_str: bool,
         skip_special_tokens: bool,
         min_tokens: int,
+        shown_special_ids: frozenset[int] = frozenset(),
     ) -> None:
+        skipped = tokenizer.special_ids - shown_special_ids if skip_special_tokens else frozenset()
         decoder = ByteDecoder if tokenizer.spells else WindowDecoder
-        self._decoder: Decoder = decoder(tokenizer, prompt_ids, skip_special_tokens)
+        self._decoder: Decoder = decoder(tokenizer, prompt_ids, skipped)
         self._stops = StopMatcher(stop)
         self._include_stop_str = include_stop_str
         self._min_tokens = min_tokens
@@ -141,9 +143,9 @@ class ByteDecoder:
     the library, which replaces a whole run of byte tokens for one that is wrong, so that a text shown could change.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._pending = b""
         tail = b""
         for token_id in reversed(prompt_ids):
@@ -199,10 +201,9 @@ class WindowDecoder:
     _MOST_OPEN = 4
     _CONTEXT = 6
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._window = [token_id for token_id in prompt_ids if token_id not in self._skipped][-self._CONTEXT :]
         self._num_shown = len(self._window)
         self._text = self._decode()
@@ -234,4 +235,4 @@ class WindowDecoder:
         return piece
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, self._skip_special_tokens)
+        return self._tokenizer.decode(self._window, skip_special_tokens=False)

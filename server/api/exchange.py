@@ -24,7 +24,7 @@ UNMATCHED = "unmatched"
 """The route of what reached none, in metrics and log: a path would make endless series."""
 
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
-_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/ready", "/metrics", "/load"})
 
 
 @dataclass(slots=True)

@@ -77,7 +77,7 @@ def _logit_bias(value: object) -> dict[int, float]:
     return biases
 
 
-def _token_ids(value: object) -> list[int]:
+def token_ids(value: object) -> list[int]:
     if value is None or value == []:
         return []
     if not _is_ids(value):
@@ -99,17 +99,17 @@ _STOP = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "stri
 _BIAS = {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="true or false")
     continuous_usage_stats: bool | None = Field(None, description="true or false")
     include_obfuscation: bool | None = Field(None, description="true or false")
 
 
-class DecodingFields(_Strict):
+class DecodingFields(Strict):
     """What every generating route takes; null is the same as absent.
 
     Defaults of temperature, top_k, top_p, min_p and repetition_penalty are the model's own (its generation config),
@@ -130,10 +130,10 @@ class DecodingFields(_Strict):
         default_factory=dict, description="an object from token ids to numbers from -100 to 100"
     )
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="an integer of 64 bits")
-    stop_token_ids: Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_IDS)] = Field(
+    stop_token_ids: Annotated[list[int], PlainValidator(token_ids), WithJsonSchema(_IDS)] = Field(
         default_factory=list, description="a list of token ids"
     )
-    allowed_token_ids: Annotated[list[int], PlainValidator(_token_ids), WithJsonSchema(_IDS)] = Field(
+    allowed_token_ids: Annotated[list[int], PlainValidator(token_ids), WithJsonSchema(_IDS)] = Field(
         default_factory=list, description="a list of token ids"
     )
     ignore_eos: bool | None = Field(None, description="true or false")
@@ -176,7 +176,7 @@ class CompletionRequest(SamplingFields):
     return_tokens_as_token_ids: bool | None = Field(None, description="true or false")
 
 
-Body = TypeVar("Body", bound=_Strict)
+Body = TypeVar("Body", bound=Strict)
 
 
 def parse(kind: type[Body], body: Mapping[str, Any]) -> Body:

@@ -139,6 +139,10 @@ class Tokenizer:
         assert isinstance(text, str)  # a list only for a list of lists
         return text
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        """The tokens as they stand in the vocabulary, spaces and bytes spelled in its own way; "" for none."""
+        return [token or "" for token in self._tokenizer.convert_ids_to_tokens(list(ids))]
+
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes a token stands for, which need not be whole characters.
 

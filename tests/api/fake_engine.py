@@ -56,6 +56,9 @@ class ByteTokenizer:
         shown = [i for i in ids if not (skip_special_tokens and i in self.special_ids)]
         return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
+    def token_strings(self, ids: Sequence[int]) -> list[str]:
+        return [self.token_bytes(i).decode("latin-1") for i in ids]
+
     def token_id(self, token: str) -> int | None:
         return {"<s>": BOS, "</s>": EOS}.get(token)
 

@@ -188,3 +188,60 @@ async def test_a_path_without_a_route_is_logged_short_and_plain(
     assert path.startswith('"/\\nevil\\u001b[31m/xxx')
     assert len(path) < 130
     assert path.isprintable()
+
+
+async def test_load(served: Served) -> None:
+    served.engine.gate.clear()
+    before = (await served.client.get("/load")).json()
+    assert (before["server_load"], before["running"], before["waiting"]) == (0, 0, 0)
+    held = asyncio.create_task(served.post(prompt="x", n=3))
+    await served.engine.until(lambda: len(served.engine.open) == 3)
+    served.engine.kv_usage = 0.5
+    now = (await served.client.get("/load")).json()
+    assert (now["server_load"], now["running"], now["kv_cache_usage"]) == (3, 3, 0.5)
+    assert (now["max_num_seqs"], now["waiting_tokens"]) == (4, 0)
+    served.engine.release()
+    await held
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_abort_by_id(served: Served, stream: bool, n: int) -> None:
+    """By the header's id or by the one in the body; the reader gets an error, and the second time there is nothing."""
+    engine = served.engine
+    for abort_as, body in (("one", {"prompt": "x"}), ("cmpl-one", {"prompt": "x"})):
+        engine.gate.clear()
+        request = served.client.post(
+            PATH, json={**body, "n": n, "stream": stream, "max_tokens": 9}, headers={"x-request-id": "one"}
+        )
+        held = asyncio.create_task(request)
+        await engine.until(lambda: len(engine.open) == n)
+        response = await served.client.delete(f"/v1/requests/{abort_as}")
+        assert response.status_code == 200
+        answer = response.json()
+        assert answer["request_id"] == "one"
+        assert len(set(answer["aborted"])) == n
+        assert all(sequence.startswith("one/") for sequence in answer["aborted"])
+        ended = await held
+        error = parse_events(ended.text)[-1]["error"] if stream else ended.json()["error"]
+        assert error["code"] == "aborted"
+        assert ended.status_code == 200 or 400 <= ended.status_code < 500
+        assert not engine.open
+        engine.gate.set()
+        gone = await served.client.delete(f"/v1/requests/{abort_as}")
+        assert (gone.status_code, gone.json()["error"]["code"]) == (404, "request_not_found")
+    assert {fake.closed_by for fake in engine.streams} == {"api"}
+    assert (await served.post(prompt="x")).status_code == 200
+
+
+async def test_nobody_aborts_for_others(serve: Serve) -> None:
+    async with serve(api_key=["ann", "bob"]) as served:
+        engine = served.engine
+        engine.gate.clear()
+        by_ann = {"x-api-key": "ann", "x-request-id": "one"}
+        held = asyncio.create_task(served.client.post(PATH, json={"prompt": "x"}, headers=by_ann))
+        await engine.until(lambda: len(engine.open) == 1)
+        assert (await served.client.delete("/v1/requests/one", headers={"x-api-key": "bob"})).status_code == 404
+        assert len(engine.open) == 1
+        assert (await served.client.delete("/v1/requests/one", headers={"x-api-key": "ann"})).status_code == 200
+        await held

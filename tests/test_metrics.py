@@ -181,7 +181,7 @@ def test_counters_reconcile_under_random_traffic(metrics: Metrics) -> None:
             metrics.finished(finished(finish_reason=rng.choice(("stop", "length")), generation_tokens=count))
         elif event == "abort_waiting" and waiting:
             waiting, done = waiting - 1, done + 1
-            cause = rng.choice(("disconnect", "deadline"))
+            cause = rng.choice(("disconnect", "deadline", "queue_timeout"))
             metrics.finished(
                 finished(finish_reason="abort", abort_cause=cause, prefill_seconds=None, decode_seconds=None)
             )
@@ -206,17 +206,19 @@ def test_counters_reconcile_under_random_traffic(metrics: Metrics) -> None:
 
 
 def test_gauges_return_to_zero_when_idle(metrics: Metrics, clock: Clock) -> None:
-    metrics.pool(PoolReport(3, 30, 20, 50, {"slots": 2, "kv_blocks": 1}))
+    metrics.pool(PoolReport(3, 30, 20, 50, {"slots": 2, "kv_blocks": 1}, waiting_tokens=700))
     metrics.generated(10)
     metrics.prompt_computed(10, 0)
     assert value(metrics, "kv_cache_usage_ratio") == 0.3
     assert value(metrics, "requests_waiting") == 3
+    assert value(metrics, "requests_waiting_tokens") == 700
     assert value(metrics, "generation_tokens_per_second") > 0
     metrics.pool(IDLE)
     clock.now += 6
     for name in (
         "requests_running",
         "requests_waiting",
+        "requests_waiting_tokens",
         "kv_cache_usage_ratio",
         "generation_tokens_per_second",
         "prompt_tokens_per_second",
@@ -251,6 +253,21 @@ def test_steps_by_phase(metrics: Metrics, prefills: int, decodes: int, phase: st
     assert value(metrics, "engine_step_requests_sum", phase=phase) == prefills + decodes
     assert value(metrics, "engine_computed_tokens_total", kind="prefill") == 64 * prefills
     assert value(metrics, "engine_busy_seconds_total", stage="forward") == 0.2
+
+
+def test_the_age_of_a_step_is_read_at_each_scrape(metrics: Metrics) -> None:
+    """So that it grows while the thread that would report it hangs."""
+    assert value(metrics, "engine_step_age_seconds") == 0
+    ages = iter((1.5, 99.0))
+    metrics.watch_step(lambda: next(ages))
+    assert value(metrics, "engine_step_age_seconds") == 1.5
+    assert value(metrics, "engine_step_age_seconds") == 99
+
+
+@pytest.mark.parametrize("endpoint", ["completions", "chat", "responses", "messages"])
+def test_every_endpoint_has_its_series_before_its_first_request(metrics: Metrics, endpoint: str) -> None:
+    assert value(metrics, "requests_received_total", endpoint=endpoint, streaming="true") == 0
+    assert value(metrics, "requests_total", endpoint=endpoint, finish_reason="stop") == 0
 
 
 def test_states_are_exclusive(metrics: Metrics) -> None:

@@ -24,6 +24,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_scored_tokens=st.integers(1, 6),
         prefix_caching=st.booleans(),
         admission=st.sampled_from(["optimistic", "reserve"]),
+        policy=st.sampled_from(["fcfs", "fair"]),
     )
     def start(
         self,
@@ -33,6 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_scored_tokens: int,
         prefix_caching: bool,
         admission: str,
+        policy: str,
     ) -> None:
         self.driver = Driver(
             config(
@@ -43,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 max_scored_tokens=max_scored_tokens,
                 prefix_caching=prefix_caching,
                 admission=admission,
+                policy=policy,
             )
         )
 
@@ -57,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.integers(0, 12),
         priority=st.integers(-1, 1),
         salt=st.sampled_from(["", "a"]),
+        tenant=st.sampled_from(["a", "b"]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
     )
     def arrive(
@@ -67,12 +71,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: int,
         priority: int,
         salt: str,
+        tenant: str,
         prompt_logprobs: int | None,
     ) -> None:
         leader = None
         for seed in range(siblings + 1):
             params = SamplingParams(seed=seed, stop_token_ids=frozenset(range(stop)))
-            options = {"priority": priority, "salt": salt, "prompt_logprobs": prompt_logprobs, "leader": leader}
+            options = {
+                "priority": priority,
+                "salt": salt,
+                "tenant": tenant,
+                "prompt_logprobs": prompt_logprobs,
+                "leader": leader,
+            }
             fits = len(prompt) + max(0, max_tokens - 1) <= self.driver.scheduler.capacity_tokens
             if not fits:
                 try:

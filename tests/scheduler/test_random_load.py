@@ -12,7 +12,7 @@ from server.step import SamplingParams
 from tests.scheduler.driver import Driver, config
 from tests.scheduler.fake_runner import VOCAB_SIZE
 
-STEPS = 6_300  # of each load
+STEPS = 5_600  # of each load
 LOADS = {
     "roomy": {"num_blocks": 200},
     "tiny pool": {"num_blocks": 10},
@@ -30,6 +30,8 @@ LOADS = {
     "few scores a step": {"num_blocks": 24, "max_scored_tokens": 1},
     "wide": {"num_blocks": 90, "max_num_seqs": 24, "max_num_batched_tokens": 40},
     "wide, few blocks": {"num_blocks": 60, "max_num_seqs": 24, "max_num_batched_tokens": 64},
+    "fair": {"num_blocks": 40, "policy": "fair"},
+    "fair, tiny pool": {"num_blocks": 10, "policy": "fair"},
 }
 
 
@@ -63,6 +65,7 @@ class Traffic:
                 salt=rng.choice(("", "", "tenant")) if leader is None else leader.salt,
                 prompt_logprobs=rng.choice((None, None, None, 0, 2)),
                 leader=leader,
+                tenant=rng.choice(("a", "a", "b", "c")) if leader is None else leader.tenant,
             )
             self.open.append(request)
             leader = leader or request

@@ -642,8 +642,29 @@ class TestSharing:
             driver.step(during=lambda: driver.abort(leader))
         driver.run()
         assert all(driver.records[request].finish_reason == "length" for request in siblings)
+        assert [request.num_cached for request in siblings[1:]] == [20, 20], "the next of them did not take the lead"
         driver.check_outputs()
         driver.check_idle()
+
+    def test_when_one_leads_after_another_they_all_get_their_prompt(self) -> None:
+        driver = Driver(config(max_num_batched_tokens=12, max_num_seqs=4))
+        leader = driver.add(prompt(33, 1), 6)
+        siblings = [driver.add(prompt(33, 1), 6, SamplingParams(seed=n), leader=leader) for n in range(1, 5)]
+        for ended in (leader, *siblings[:2]):
+            driver.step()
+            driver.abort(ended)
+        driver.run()
+        assert siblings[3].num_cached == 32
+        driver.check_outputs()
+        driver.check_idle()
+
+    def test_a_scored_prompt_is_computed_once_for_siblings_without_scores(self) -> None:
+        driver = Driver(config(max_scored_tokens=8))
+        leader = driver.add(prompt(21, 1), 4, prompt_logprobs=2)
+        siblings = [driver.add(prompt(21, 1), 4, SamplingParams(seed=n), leader=leader) for n in range(1, 4)]
+        driver.run()
+        assert [request.num_cached for request in (leader, *siblings)] == [0, 20, 20, 20]
+        driver.check_outputs()
 
     def test_others_are_not_held_up_by_siblings_that_wait(self) -> None:
         driver = Driver(config(max_num_batched_tokens=12, max_num_seqs=4))

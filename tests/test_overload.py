@@ -1,0 +1,348 @@
+"""The engine under too much work or too little time: bounds, deadlines, hangs, and books that balance."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.api.errors import APIError
+from server.api.exchange import Exchange
+from server.api.generation import Generation
+from server.api.service import Service
+from server.generation import (
+    DeadlineExceeded,
+    GenerationFailed,
+    GenerationRequest,
+    Phase,
+    QueueFull,
+    QueueTimeout,
+)
+from server.step import SamplingParams, StepPlan, StepResult
+from tests.engine_harness import FORCED, Harness, collect, text_of
+from tests.tiny_checkpoint import save_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+async def start(checkpoint: Path) -> AsyncIterator[Start]:
+    started: list[Harness] = []
+
+    async def make(**options: Any) -> Harness:
+        started.append(Harness(checkpoint, **options))
+        await started[-1].ready()
+        return started[-1]
+
+    yield make
+    for harness in started:
+        await harness.engine.drain(0.0)
+        await harness.engine.stop()
+
+
+class Gate:
+    """Holds every step back until `open`; counts those that came. Tests close it by making it."""
+
+    def __init__(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+        started = harness.engine._started
+        assert started is not None
+        self._run = started.runner.run
+        self._may_go = threading.Event()
+        self.came = threading.Event()
+        self.plans: list[StepPlan] = []
+        monkeypatch.setattr(started.runner, "run", self._held)
+
+    def _held(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        self.came.set()
+        assert self._may_go.wait(20)
+        return self._run(plan)
+
+    async def in_step(self) -> None:
+        assert await asyncio.to_thread(self.came.wait, 10)
+
+    def open(self) -> None:
+        self._may_go.set()
+
+
+def slow_down(harness: Harness, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.005) -> None:
+    """Let every step take at least so long: 500 tokens take 2.5 seconds."""
+    started = harness.engine._started
+    assert started is not None
+    run = started.runner.run
+
+    def slow(plan: StepPlan) -> StepResult:
+        time.sleep(seconds)
+        return run(plan)
+
+    monkeypatch.setattr(started.runner, "run", slow)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < seconds
+
+
+# The queue
+
+
+async def test_the_queue_is_bounded_in_tokens_and_empties_as_prompts_start(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=64, max_queued_tokens=1024, kv_blocks=80)
+    gate = Gate(harness, monkeypatch)
+    streams = [harness.submit(harness.request(max_tokens=1))]
+    await gate.in_step()
+    streams += [harness.submit(harness.request((5,) * 400, max_tokens=1)) for _ in range(2)]
+    assert harness.engine.status.waiting_tokens == 800
+    with pytest.raises(QueueFull, match=r"800 prompt tokens are waiting and 300 more.*--max-queued-tokens") as full:
+        harness.submit(harness.request((6,) * 300))
+    assert full.value.reason == "queue_tokens"
+    streams.append(harness.submit(harness.request((7,) * 224, max_tokens=1)))
+    with pytest.raises(QueueFull):
+        harness.engine.check_room(1)
+    streams[1].close()
+    gate.open()
+    await asyncio.gather(*map(collect, streams))
+    await harness.settled()
+    assert harness.engine.status.waiting_tokens == 0
+    assert harness.value("requests_waiting_tokens") == 0
+    harness.engine.check_room(1)
+
+
+async def test_the_status_tells_load_and_limits(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start(max_num_seqs=2, max_num_batched_tokens=32, max_queued_requests=7, max_queued_tokens=5000)
+    gate = Gate(harness, monkeypatch)
+    streams = harness.engine.submit([harness.request((i,) * 17, max_tokens=4) for i in range(5)])
+    await gate.in_step()
+    status = harness.engine.status
+    assert (status.running, status.waiting, status.waiting_tokens) == (2, 3, 51)
+    assert (status.max_num_seqs, status.max_queued_requests, status.max_queued_tokens) == (2, 7, 5000)
+    assert status.kv_usage == 4 / 64
+    assert status.stalled_seconds == 0
+    gate.open()
+    await asyncio.gather(*map(collect, streams))
+    await harness.settled()
+    assert harness.engine.status.kv_usage == 0
+
+
+# Deadlines
+
+
+async def test_what_does_not_start_in_time_fails_before_any_work_is_done(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=32)
+    slow_down(harness, monkeypatch)
+    busy = harness.submit(harness.request(max_tokens=500))
+    await anext(busy)
+    late = harness.submit(harness.request((9,) * 20, queue_timeout=0.05))
+    with within(2.0), pytest.raises(QueueTimeout, match=r"within 0.05 seconds.*--queue-timeout") as timed_out:
+        await collect(late)
+    assert timed_out.value.retry_after >= 1
+    busy.close()
+    await harness.settled()
+    assert harness.value("prompt_tokens_total") == 3
+    assert harness.value("request_aborts_total", cause="queue_timeout") == 1
+    assert harness.engine.status.waiting_tokens == 0
+
+
+async def test_a_preempted_request_has_started_and_so_have_its_siblings(start: Start) -> None:
+    """Four blocks for two sequences that need three each: one is preempted and waits, but not to start."""
+    harness = await start(kv_blocks=5, max_num_seqs=2, max_num_batched_tokens=32)
+    requests = [harness.request((i,) * 16, max_tokens=48, queue_timeout=0.01) for i in range(4)]
+    answers = await asyncio.gather(*map(collect, harness.engine.submit(requests)))
+    assert [answer[-1].usage.completion_tokens for answer in answers] == [48] * 4
+    assert harness.value("preemptions_total") >= 1
+
+
+async def test_time_that_is_up_ends_the_answer_with_what_there_is(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text that is held back because a stop string may be beginning is shown, too."""
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=32)
+    letter = text_of(await collect(harness.submit(harness.request(max_tokens=1))))
+    slow_down(harness, monkeypatch)
+    request = harness.request(max_tokens=500, timeout=0.3, stop=(letter * 501,))
+    outputs = await collect(harness.submit(request))
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("length", "deadline")
+    count = outputs[-1].usage.completion_tokens
+    assert 0 < count < 100
+    assert text_of(outputs) == letter * count
+    assert sum(len(output.tokens) for output in outputs) == count
+    await harness.settled()
+    assert harness.value("request_aborts_total", cause="deadline") == 1
+    assert harness.value("requests_total", endpoint="completions", finish_reason="abort") == 1
+    assert harness.value("generation_tokens_total") == count + 1
+    assert harness.value("discarded_tokens_total", reason="abort") == 0
+
+
+async def test_time_that_is_up_before_the_first_token_is_an_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while a step hangs: who has waited long enough is told so."""
+    harness = await start()
+    gate = Gate(harness, monkeypatch)
+    stream = harness.submit(harness.request(timeout=0.1))
+    await gate.in_step()
+    with within(2.0), pytest.raises(DeadlineExceeded, match=r"after 0.1 seconds.*--request-timeout"):
+        await collect(stream)
+    gate.open()
+    await harness.settled()
+    assert harness.value("request_aborts_total", cause="deadline") == 1
+    assert text_of(await collect(harness.submit(harness.request(max_tokens=2))))
+
+
+async def test_one_answer_among_many_saves_the_others_from_an_error(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a body with several prompts, those that had no turn end empty beside the one that has text."""
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=32)
+    slow_down(harness, monkeypatch)
+    requests = [harness.request((i,) * 4, max_tokens=500, timeout=0.3) for i in range(3)]
+    first, *others = await asyncio.gather(*map(collect, harness.engine.submit(requests)))
+    assert text_of(first)
+    for outputs in (first, *others):
+        assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("length", "deadline")
+    assert [outputs[-1].usage.completion_tokens for outputs in others] == [0, 0]
+
+
+async def test_the_smaller_of_flag_and_field_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=32, queue_timeout=0.1, request_timeout=1.0)
+    slow_down(harness, monkeypatch)
+    busy = harness.submit(harness.request(max_tokens=500, timeout=70.0))
+    await anext(busy)
+    for field, told in ((50.0, "0.1 seconds"), (0.05, "0.05 seconds"), (None, "0.1 seconds")):
+        with pytest.raises(QueueTimeout, match=told):
+            await collect(harness.submit(harness.request(queue_timeout=field)))
+    assert (await collect(busy))[-1].stop_reason == "deadline"
+
+
+# Hangs
+
+
+async def test_a_step_that_hangs_shows_and_its_end_does_too(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start(stall_timeout=0.2)
+    gate = Gate(harness, monkeypatch)
+    stream = harness.submit(harness.request(max_tokens=4))
+    await gate.in_step()
+    assert harness.engine.status.stalled_seconds == 0
+    async with asyncio.timeout(5):
+        while not harness.engine.status.stalled_seconds:
+            await asyncio.sleep(0.02)
+    assert harness.engine.status.stalled_seconds > 0.2
+    assert harness.engine.status.phase is Phase.READY
+    assert harness.value("engine_step_age_seconds") > 0.2
+    gate.open()
+    assert (await collect(stream))[-1].finish_reason == "length"
+    await harness.settled()
+    await asyncio.sleep(0.3)  # idle for longer than a step may take
+    assert harness.engine.status.stalled_seconds == harness.value("engine_step_age_seconds") == 0
+
+
+async def test_a_busy_engine_is_not_stalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start(stall_timeout=0.5)
+    slow_down(harness, monkeypatch)
+    streams = [harness.submit(harness.request((1,), max_tokens=511)) for _ in range(4)]
+    tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+    until = time.monotonic() + 1.0
+    while time.monotonic() < until:
+        assert harness.engine.status.stalled_seconds == 0
+        await asyncio.sleep(0.01)
+    for stream in streams:
+        stream.close()
+    await asyncio.gather(*tasks)
+
+
+async def test_the_death_of_the_engine_shows_within_a_second(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start()
+    stream = harness.submit(harness.request(max_tokens=500))
+    await anext(stream)
+
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("gone")
+
+    monkeypatch.setattr(harness.engine._started.runner, "run", fail)
+    with within(1.0), pytest.raises(GenerationFailed, match="gone"):
+        await collect(stream)
+    assert harness.engine.status.phase is Phase.DEAD
+
+
+# Books
+
+
+async def test_received_is_finished_refused_running_and_waiting(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ends of every kind at once: length, stop, deadlines, disconnects, aborts by id, refusals."""
+    harness = await start(max_num_seqs=3, max_num_batched_tokens=64, max_queued_requests=20, max_queued_tokens=1024)
+    slow_down(harness, monkeypatch, 0.002)
+    service = Service(harness.engine, harness.metrics, harness.engine.settings)
+    rng = random.Random(5)
+    sent = 0
+
+    def requests(count: int) -> list[GenerationRequest]:
+        fields: dict[str, Any] = {
+            "max_tokens": rng.choice((0, 3, 60, 400)),
+            "params": rng.choice((FORCED, SamplingParams(seed=1, stop_token_ids=frozenset(range(64))))),
+            "queue_timeout": rng.choice((None, None, 0.02)),
+            "timeout": rng.choice((None, 0.05, 0.3)),
+            "endpoint": rng.choice(("completions", "chat", "responses", "messages")),
+        }
+        length = rng.choice((1, 40, 120))
+        first = harness.request((rng.randrange(100),) * length, **fields)
+        rest = [harness.request(first.prompt_ids, leader=first.request_id, **fields) for _ in range(count - 1)]
+        return [first, *rest]
+
+    async def client() -> None:
+        nonlocal sent
+        count = rng.choice((1, 1, 1, 3))
+        try:
+            generation = Generation(service, Exchange(f"x{sent}"), requests(count), count)
+        except APIError:
+            sent += 1
+            return
+        sent += count
+        patience = rng.choice((None, None, 0.0, 0.03))
+        try:
+            async with asyncio.timeout(patience):
+                async for _ in generation.outputs():
+                    if rng.random() < 0.005:
+                        generation.abort()
+        except (APIError, TimeoutError):
+            pass
+        finally:
+            generation.close()
+
+    clients = []
+    for _ in range(120):
+        clients.append(asyncio.create_task(client()))
+        await asyncio.sleep(rng.choice((0, 0, 0.01, 0.05)))
+    await asyncio.gather(*clients)
+    await harness.settled()
+
+    assert harness.total("requests_received_total") == sent
+    assert sent == harness.total("requests_total") + harness.total("request_rejections_total")
+    aborted = sum(
+        harness.value("requests_total", endpoint=endpoint, finish_reason="abort")
+        for endpoint in ("completions", "chat", "responses", "messages")
+    )
+    assert harness.total("request_aborts_total") == aborted > 0
+    for cause in ("disconnect", "deadline", "queue_timeout"):
+        assert harness.value("request_aborts_total", cause=cause) > 0, cause
+    assert harness.total("request_rejections_total") > 0
+    assert harness.engine.status.waiting_tokens == harness.value("requests_waiting_tokens") == 0
+    assert not service._open

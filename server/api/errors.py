@@ -186,7 +186,10 @@ def refused(error: EngineError) -> APIError:
 
 
 def too_long(message: str, param: str = "prompt") -> APIError:
-    return APIError(400, message, param=param, code="context_length_exceeded", reason="too_long")
+    """400: `message` says how long the prompt is and may be. litellm and langchain know it by its first five words."""
+    return APIError(
+        400, f"The prompt is too long: {message}", param=param, code="context_length_exceeded", reason="too_long"
+    )
 
 
 def internal_error() -> APIError:

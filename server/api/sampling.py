@@ -74,8 +74,8 @@ def output_cap(asked: int, prompt_tokens: int, model: ModelCard, field: str = "p
     room = model.max_model_len - prompt_tokens
     if room < 0 or (room == 0 and asked > 0):
         raise too_long(
-            f"The prompt has {prompt_tokens} tokens, but prompt and output together may have at most "
-            f"{model.max_model_len} ({model.limited_by}), which leaves no room for an output. Shorten the prompt.",
+            f"it has {prompt_tokens} tokens, and prompt and output together may have at most {model.max_model_len} "
+            f"({model.limited_by}), which leaves no room for an output.",
             field,
         )
     return min(asked, room)

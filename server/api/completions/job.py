@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from server.api.errors import invalid
+from server.api.exchange import Exchange
 from server.api.parameters import COMPLETIONS, IGNORED_HEADER, check_unhandled, ignored_header
 from server.api.prompts import TokenizedPrompt, tokenize
 from server.api.sampling import output_cap, sampling_params, sibling
@@ -50,8 +51,12 @@ class Job:
         """Sequences generated for each prompt."""
         return _width(self.body)
 
+    @property
+    def streaming(self) -> bool:
+        return bool(self.body.stream)
 
-async def prepare(service: Service, request_id: str, raw: Mapping[str, Any], large: bool) -> Job:
+
+async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], large: bool) -> Job:
     """`raw` as a job; a `large` body is checked in a worker of its own. Raises APIError."""
     worker = service.in_large_worker if large else service.in_worker
     unknown, body = await worker(_check, raw) if large else _check(raw)
@@ -74,7 +79,7 @@ async def prepare(service: Service, request_id: str, raw: Mapping[str, Any], lar
         keep=_kept(body.truncate_prompt_tokens, max_tokens, model),
     )
     caps = [output_cap(max_tokens, len(prompt.ids), model) for prompt in prompts]
-    prefix = f"{request_id}/{service.fresh_serial()}"
+    prefix = f"{exchange.request_id}/{service.fresh_serial()}"
     requests: list[GenerationRequest] = []
     for prompt, cap in zip(prompts, caps, strict=True):
         seed = service.fresh_seed() if body.seed is None else body.seed
@@ -87,10 +92,11 @@ async def prepare(service: Service, request_id: str, raw: Mapping[str, Any], lar
             first=len(requests),
             endpoint=ENDPOINT,
             streaming=bool(body.stream),
+            tenant=exchange.tenant,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
     headers = {IGNORED_HEADER: ignored_header(unknown)} if unknown else {}
-    return Job(body, f"cmpl-{request_id}", name, tokenizer, prompts, requests, headers)
+    return Job(body, f"cmpl-{exchange.request_id}", name, tokenizer, prompts, requests, headers)
 
 
 def _check(raw: Mapping[str, Any]) -> tuple[list[str], CompletionRequest]:

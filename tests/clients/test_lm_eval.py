@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.conftest import Served
+from tests.clients.conftest import KEY, Served
 
 TASKS = Path(__file__).parent / "lm_eval"
 CLOSE = 1e-3
@@ -46,7 +46,7 @@ def evaluate(kind: str, arguments: dict[str, Any], directory: Path) -> Scores:
     ]
     command += ["--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())]
     command += ["--include_path", ".", "--tasks", "sluice_capitals", "sluice_endings", "sluice_arithmetic"]
-    environment = {**os.environ, "HF_HOME": str(directory / "hf"), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OPENAI_API_KEY": KEY, "HF_HOME": str(directory / "hf"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=TASKS, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics: dict[tuple[str, str], float] = {}

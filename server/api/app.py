@@ -14,6 +14,7 @@ from server.api.exchange import ExchangeMiddleware
 from server.api.ports import Engine
 from server.api.routes import chat, completions, health, messages, models, operate, responses, tokenize
 from server.api.service import Service
+from server.api.tracing import load_tracer
 from server.config import ServeSettings
 from server.metrics import Metrics
 
@@ -28,12 +29,13 @@ def create_app(engine: Engine, metrics: Metrics, settings: ServeSettings) -> Fas
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.service = Service(engine, metrics, settings)
+    tracer = load_tracer(settings)
+    app.state.service = Service(engine, metrics, settings, tracer)
     if keys is not None:
         app.add_middleware(AuthMiddleware, keys=keys, public_metrics=settings.public_metrics)
     if settings.cors_origin:
         app.add_middleware(Cors, origins=settings.cors_origin)  # around the keys: a preflight cannot bring one
-    app.add_middleware(ExchangeMiddleware, metrics=metrics)
+    app.add_middleware(ExchangeMiddleware, metrics=metrics, tracer=tracer)
     app.add_exception_handler(errors.APIError, errors.on_api_error)
     app.add_exception_handler(errors.ClientGone, errors.on_client_gone)
     app.add_exception_handler(HTTPException, errors.on_http_exception)

@@ -7,7 +7,7 @@ import re
 import time
 import uuid
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -15,6 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import internal_error, is_messages, show
 from server.metrics import Metrics
+
+if TYPE_CHECKING:
+    from server.api.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +35,14 @@ class Exchange:
     """One request and its answer. `notes` are what its line in the log says beside the usual.
 
     tenant: the name of the API key it came with, "" where no key is asked for.
+    submitted: when the engine took it, None if it did not come to that; like `started` on the monotonic clock.
     outcome: "refused" is an answer of 4xx, "error" one of 5xx or a stream that broke off after its 200.
     """
 
     request_id: str
     tenant: str = ""
     started: float = field(default_factory=time.monotonic)
+    submitted: float | None = None
     outcome: Literal["ok", "refused", "error", "disconnect"] = "ok"
     notes: dict[str, object] = field(default_factory=dict)
 
@@ -57,9 +62,10 @@ def _request_id(headers: Headers) -> str:
 class ExchangeMiddleware:
     """Plain ASGI: it touches the start of a response and lets its parts through untouched."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer | None) -> None:
         self._app = app
         self._metrics = metrics
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,8 +111,12 @@ class ExchangeMiddleware:
         self._metrics.http(method, route, status or 499, exchange.outcome, seconds)
         if route in _PROBES:
             return
+        trace_id = None
+        if self._tracer is not None:
+            trace_id = self._tracer.record(exchange, Headers(scope=scope), method, route, status or 499)
         fields: dict[str, object] = {
             "request_id": exchange.request_id,
+            "trace_id": trace_id,
             "tenant": exchange.tenant or None,
             "method": method,
             "route": route,

@@ -79,6 +79,7 @@ class Generation:
                 self._streams = service.engine.submit(requests)
             except EngineError as error:
                 raise refused(error) from error
+        exchange.submitted = time.monotonic()
         service.opened(self)
         for request in requests:
             service.metrics.received(request.endpoint, request.streaming)

@@ -21,6 +21,8 @@ from server.generation import ModelCard, Phase
 from server.metrics import Metrics
 
 if TYPE_CHECKING:
+    from server.api.tracing import Tracer
+    from server.text.grammar import GrammarCompiler
     from server.text.tokenizer import Tokenizer
 
 P = ParamSpec("P")
@@ -56,6 +58,7 @@ class Service:
         engine: Engine,
         metrics: Metrics,
         settings: ServeSettings,
+        tracer: Tracer | None = None,
     ) -> None:
         self.engine = engine
         self.metrics = metrics
@@ -63,8 +66,10 @@ class Service:
         self.keep_alive = settings.sse_keep_alive or math.inf
         self.draining = False
         self.preparing = 0
+        self._tracer = tracer
         self._open: dict[str, list[OpenRequest]] = {}
         self._dialect: Dialect | None = None
+        self._grammars: GrammarCompiler | None = None
         self._serial = itertools.count()
         self._seeds = Random(secrets.randbits(64) if settings.seed is None else settings.seed)
         self._workers = ThreadPoolExecutor(_TOKENIZE_THREADS, thread_name_prefix="tokenize")
@@ -98,6 +103,15 @@ class Service:
             self._dialect = load_dialect(tokenizer, self.settings)
         return self._dialect
 
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of grammars, made at the first call; call it in a worker. Raises APIError, GrammarError."""
+        if self._grammars is None:
+            from server.text.grammar import GrammarCompiler
+
+            model, tokenizer = self.ready_model()
+            self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+        return self._grammars
+
     def opened(self, request: OpenRequest) -> None:
         """From here on the request can be aborted by its id, until `closed`."""
         self._open.setdefault(request.request_id, []).append(request)
@@ -130,6 +144,8 @@ class Service:
     def close(self) -> None:
         for executor in (self._workers, self._large, self._scrapes):
             executor.shutdown(wait=False, cancel_futures=True)
+        if self._tracer is not None:
+            self._tracer.close()
 
 
 def service_of(request: Request) -> Service:

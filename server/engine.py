@@ -40,7 +40,7 @@ from server.generation import (
 )
 from server.metrics import Metrics
 from server.model.errors import ModelLoadError
-from server.reports import AbortCause, FinishedReport, PoolReport, StepReport
+from server.reports import AbortCause, PoolReport, StepReport
 from server.scheduler.request import Request
 from server.scheduler.scheduler import Progress, Scheduler
 from server.session import Session, Submission
@@ -474,26 +474,11 @@ class AsyncEngine:
         assert self._admission is not None
         del self._sessions[session.request.request_id], self._streams[session.request.request_id]
         self._deadlines.set(session.request.request_id, None)
-        total = now - session.arrived
         if session.admitted is None:
             self._admission.leave(session.request)
         elif finish_reason in ("stop", "length"):
             self._admission.ran(now - session.admitted)
-        usage = session.usage
-        self.metrics.finished(
-            FinishedReport(
-                endpoint=session.request.endpoint,
-                finish_reason=finish_reason,
-                abort_cause=cause,
-                prompt_tokens=usage.prompt_tokens,
-                cached_tokens=usage.cached_tokens,
-                generation_tokens=usage.completion_tokens,
-                queue_seconds=_between(session.arrived, session.admitted),
-                prefill_seconds=_between(session.admitted, session.first_token),
-                decode_seconds=_between(session.first_token, session.last_token),
-                total_seconds=total,
-            )
-        )
+        self.metrics.finished(session.report(finish_reason, cause, now))
 
     def _report_pool(self, scheduler: Scheduler) -> None:
         assert self._admission is not None
@@ -550,10 +535,6 @@ class AsyncEngine:
     def _fail_all(self, detail: str) -> None:
         message = f"the engine has failed: {detail}"
         self._deliver([(stream, GenerationFailed(message)) for stream in list(self._open.values())])
-
-
-def _between(earlier: float | None, later: float | None) -> float | None:
-    return None if earlier is None or later is None else later - earlier
 
 
 def _is_past(deadline: float | None, now: float) -> bool:

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from server.generation import GenerationRequest, Output, OutputToken, Usage
+from server.reports import AbortCause, FinishedReport
 from server.scheduler.request import Request
 from server.scheduler.scheduler import Progress
 from server.step import TokenLogprobs
@@ -19,7 +20,8 @@ DEADLINE = "deadline"
 class Submission:
     """What the sequences submitted together have in common, so that time runs out for all of them or for none.
 
-    arrived: when they were submitted; started, answered: whether one of them has been admitted, and has a token or an end.
+    arrived: when they were submitted.
+    started, answered: whether one of them has been admitted, and has a token or an end.
     """
 
     arrived: float
@@ -117,6 +119,22 @@ class Session:
             return self._output(delta, "stop", delta.stop)
         return self._output(delta, "length", DEADLINE)
 
+    def report(self, finish_reason: str, cause: AbortCause | None, now: float) -> FinishedReport:
+        """What the metrics are told of the request at its end."""
+        usage = self.usage
+        return FinishedReport(
+            endpoint=self.request.endpoint,
+            finish_reason=finish_reason,
+            abort_cause=cause,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens,
+            generation_tokens=usage.completion_tokens,
+            queue_seconds=_between(self.arrived, self.admitted),
+            prefill_seconds=_between(self.admitted, self.first_token),
+            decode_seconds=_between(self.first_token, self.last_token),
+            total_seconds=now - self.arrived,
+        )
+
     @property
     def usage(self) -> Usage:
         return Usage(self.sequence.num_prompt, self.sequence.num_outputs, self.sequence.num_cached)
@@ -154,3 +172,7 @@ class Session:
         if self._scores and self.request.prompt_logprobs is not None:
             scores, self._scores = tuple(self._scores), []
         return Output(delta.text, tuple(tokens), self.usage, finish_reason, stop_reason, scores)
+
+
+def _between(earlier: float | None, later: float | None) -> float | None:
+    return None if earlier is None or later is None else later - earlier

@@ -27,7 +27,6 @@ HARMLESS = frozenset(
     }
 )
 
-_NO_STRUCTURE = "structured output is not offered yet"
 _NO_TOOLS = "tools are not offered on this route"
 _NO_SAMPLER = "this sampler is not offered; temperature, top_k, top_p and min_p are"
 _NO_SCORES = "use 'echo' with 'logprobs' to score a prompt"
@@ -44,16 +43,9 @@ COMMON: Unsupported = {
     "dry_multiplier": (_NO_SAMPLER, (0,)),
     "dynatemp_range": (_NO_SAMPLER, (0,)),
     "early_stopping": ("beam search is not offered", ()),
-    "ebnf": (_NO_STRUCTURE, ()),
-    "grammar": (_NO_STRUCTURE, ()),
-    "guided_choice": (_NO_STRUCTURE, ()),
-    "guided_decoding_backend": (_NO_STRUCTURE, ()),
-    "guided_grammar": (_NO_STRUCTURE, ()),
-    "guided_json": (_NO_STRUCTURE, ()),
-    "guided_regex": (_NO_STRUCTURE, ()),
-    "guided_whitespace_pattern": (_NO_STRUCTURE, ()),
+    "guided_decoding_backend": ("there is one library of grammars; leave it out", ("auto",)),
+    "guided_whitespace_pattern": ("JSON is written on one line, as Python's json.dumps does", ()),
     "images": ("this is a text model", ([],)),
-    "json_schema": (_NO_STRUCTURE, ()),
     "kv_transfer_params": ("this server does not pass its cache on", ()),
     "length_penalty": ("beam search is not offered", (1,)),
     "logits_processors": ("use 'logit_bias'", ([],)),
@@ -66,10 +58,8 @@ COMMON: Unsupported = {
     "n_probs": ("use 'logprobs'", (0,)),
     "no_stop_trim": ("use 'include_stop_str_in_output'", ()),
     "prompt_embeds": ("use 'prompt'", ()),
-    "regex": (_NO_STRUCTURE, ()),
     "repeat_penalty": ("use 'repetition_penalty'", (1,)),
     "repetition_detection": ("use 'stop' or 'max_tokens'", ()),
-    "response_format": (_NO_STRUCTURE, ({"type": "text"},)),
     "return_token_ids": (_NO_TOKEN_IDS, ()),
     "return_tokens_as_token_ids": (_NO_TOKEN_IDS, ()),
     "sampling_params": ("put its fields into the body itself", ()),
@@ -77,8 +67,7 @@ COMMON: Unsupported = {
     "spaces_between_special_tokens": ("special tokens are joined as they are", (True,)),
     "stop_regex": ("use 'stop'", ([],)),
     "stream_interval": ("every token is sent as soon as it is certain", (1,)),
-    "structural_tag": (_NO_STRUCTURE, ()),
-    "structured_outputs": (_NO_STRUCTURE, ()),
+    "structural_tag": ("use 'tools', or a grammar in 'structured_outputs'", ()),
     "tfs_z": (_NO_SAMPLER, (1,)),
     "thinking_token_budget": ("use 'max_tokens'", ()),
     "top_a": (_NO_SAMPLER, (0,)),
@@ -100,7 +89,6 @@ COMPLETIONS: Unsupported = {
     "parallel_tool_calls": (_NO_TOOLS, (True,)),
     "prompt_logprobs": (_NO_SCORES, ()),
     "reasoning_effort": ("this route has no template", ()),
-    "suffix": ("this server does not fill in the middle; put all text into 'prompt'", ()),
     "tool_choice": (_NO_TOOLS, ("none", "auto")),
     "tools": (_NO_TOOLS, ([],)),
     "top_logprobs": ("use 'logprobs': it is a number here", (0,)),

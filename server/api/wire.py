@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from typing_extensions import TypedDict
 
 from server.api.errors import APIError, invalid, show
+from server.api.structure import StructureFields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
@@ -159,12 +160,13 @@ class SamplingFields(DecodingFields):
     )
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, StructureFields):
     """Body of POST /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts), WithJsonSchema(_PROMPT)] = Field(
         description="a string, a list of token ids, or a list of either"
     )
+    suffix: Text | None = Field(None, description="a string, the text that follows the answer")
     echo: bool | None = Field(None, description="true or false")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
     best_of: int | None = Field(None, ge=1, le=MAX_N, description=f"an integer from 1 to {MAX_N}, at least 'n'")

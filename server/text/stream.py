@@ -157,8 +157,8 @@ class ByteDecoder:
             if not codecs.utf_8_decode(tail[-length:], "replace", False)[1]:
                 self._pending = tail[-length:]
                 break
-        # The U+FFFD of a character that the prompt begins and nothing completes is the prompt's.
-        self._prompt_pending = bool(self._pending)
+        # Of a character that the prompt begins and nothing completes, each U+FFFD is the prompt's.
+        self._prompt_rest = self._pending.decode(errors="replace")
 
     @property
     def unfinished(self) -> bool:
@@ -175,13 +175,13 @@ class ByteDecoder:
         data = self._pending + data
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
-        if self._prompt_pending and used:
-            self._prompt_pending = False
-            text = text.removeprefix(_UNKNOWN)
+        if self._prompt_rest and used:
+            text = text.removeprefix(self._prompt_rest)
+            self._prompt_rest = ""
         return text
 
     def finish(self) -> str:
-        rest = "" if self._prompt_pending else self._pending.decode(errors="replace")
+        rest = "" if self._prompt_rest else self._pending.decode(errors="replace")
         self._pending = b""
         return rest
 

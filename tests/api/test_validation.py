@@ -139,6 +139,16 @@ async def test_best_of_needs_n_and_no_stream(served: Served) -> None:
     assert not served.engine.streams
 
 
+async def test_a_suffix_needs_a_model_made_for_it(served: Served) -> None:
+    error = check_error(await served.post(prompt="x", suffix="y"))
+    assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
+    assert "fill in the middle" in error["message"]
+    served.engine.bytes.named = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
+    for extra in ({"echo": True, "logprobs": 0}, {"truncate_prompt_tokens": 5}):
+        assert check_error(await served.post(prompt="x", suffix="y", **extra))["param"] == "suffix"
+    assert check_error(await served.post(prompt="x", suffix="y" * 60))["code"] == "context_length_exceeded"
+
+
 async def test_no_token_to_draw_is_refused(served: Served) -> None:
     error = check_error(await served.post(prompt="x", allowed_token_ids=[257], min_tokens=1))
     assert (error["param"], "min_tokens" in error["message"]) == ("allowed_token_ids", True)
@@ -185,11 +195,10 @@ async def test_prompt_that_leaves_no_room(served: Served) -> None:
 
 
 UNSUPPORTED = [
-    ("suffix", "end", "prompt"),
     ("tools", [{"type": "function"}], "tools"),
-    ("response_format", {"type": "json_object"}, "structured output"),
-    ("guided_json", {}, "structured output"),
-    ("guided_regex", "a+", "structured output"),
+    ("guided_decoding_backend", "outlines", "library of grammars"),
+    ("guided_whitespace_pattern", " *", "one line"),
+    ("structural_tag", {"type": "structural_tag"}, "structured_outputs"),
     ("max_completion_tokens", 5, "max_tokens"),
     ("repeat_penalty", 1.1, "repetition_penalty"),
     ("messages", [{"role": "user", "content": "hi"}], "prompt"),

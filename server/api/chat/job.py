@@ -18,6 +18,7 @@ from server.api.parameters import IGNORED_HEADER, ignored_header
 from server.api.sampling import check_ids, output_cap, sampling_params, sibling
 from server.api.sequences import sequences
 from server.api.service import Service, served_name
+from server.api.structure import constrainer, structure_of
 from server.generation import GenerationRequest, ModelCard
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ async def prepare(
     choice = resolve_choice(body.tools, body.tool_choice)
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, model, wanted)
+    structure = structure_of(body)
     tools = [] if choice == "none" else body.tools
 
     def build() -> tuple[Dialect, Rendered, list[GenerationRequest]]:
@@ -129,6 +131,10 @@ async def prepare(
         _check_length(body, tokenizer, model, field)
         rendered = render_prompt(body, tools, dialect, model, field)
         cap = output_cap(max_tokens, len(rendered.ids), model, field)
+        constrain = None
+        if structure is not None:
+            spec = dialect.format.answer_grammar(structure.spec, rendered.text)
+            constrain = constrainer(service, spec, structure.param, ignore_eos=body.ignore_eos is True)
         seed = service.fresh_seed() if body.seed is None else body.seed
         requests = sequences(
             body,
@@ -141,6 +147,7 @@ async def prepare(
             streaming=bool(body.stream),
             tenant=exchange.tenant,
             shown_special_ids=dialect.format.marker_ids,
+            constrain=constrain,
         )
         return dialect, rendered, requests
 

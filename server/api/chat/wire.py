@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 from server.api.chat.messages import MESSAGES_SCHEMA, check_messages
 from server.api.chat.tools import TOOL_CHOICE_SCHEMA, TOOLS_SCHEMA, ToolChoice, check_tool_choice, check_tools
 from server.api.parameters import COMMON, Unsupported
+from server.api.structure import StructureFields
 from server.api.wire import MAX_LOGPROBS, SamplingFields, UsageBody
 
 _TEXT_ONLY = "this is a text model"
@@ -40,7 +41,7 @@ CHAT: Unsupported = {
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, StructureFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], PlainValidator(check_messages), WithJsonSchema(MESSAGES_SCHEMA)] = Field(

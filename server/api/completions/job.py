@@ -15,8 +15,10 @@ from server.api.prompts import TokenizedPrompt, tokenize
 from server.api.sampling import output_cap, sampling_params, sibling
 from server.api.sequences import sequences
 from server.api.service import Service, served_name
+from server.api.structure import constrainer, structure_of
 from server.api.wire import CompletionRequest, parse
 from server.generation import GenerationRequest, ModelCard
+from server.text.fim import FillInTheMiddle
 
 if TYPE_CHECKING:
     from server.text.tokenizer import Tokenizer
@@ -67,6 +69,15 @@ async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], 
     params = sampling_params(body, model, body.logprobs)
     if _width(body) > (body.n or 1) and params.logprobs is None:
         params = dataclasses.replace(params, logprobs=0)  # to choose by
+    structure = structure_of(body)
+    constrain = None
+    if structure is not None:
+        constrain = await worker(
+            constrainer, service, structure.spec, structure.param, ignore_eos=body.ignore_eos is True
+        )
+    fim = await worker(_fim, body, tokenizer) if body.suffix else None
+    if fim is not None and not body.ignore_eos:
+        params = dataclasses.replace(params, stop_token_ids=params.stop_token_ids | fim.end_ids)
     prompts = await worker(
         tokenize,
         body.prompt,
@@ -77,6 +88,8 @@ async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], 
         echo=bool(body.echo),
         continued=max_tokens > 0,
         keep=_kept(body.truncate_prompt_tokens, max_tokens, model),
+        fim=fim,
+        suffix=body.suffix or "",
     )
     caps = [output_cap(max_tokens, len(prompt.ids), model) for prompt in prompts]
     prefix = f"{exchange.request_id}/{service.fresh_serial()}"
@@ -94,6 +107,7 @@ async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], 
             streaming=bool(body.stream),
             tenant=exchange.tenant,
             prompt_logprobs=body.logprobs if body.echo else None,
+            constrain=constrain,
         )
     headers = {IGNORED_HEADER: ignored_header(unknown)} if unknown else {}
     return Job(body, f"cmpl-{exchange.request_id}", name, tokenizer, prompts, requests, headers)
@@ -126,6 +140,25 @@ def _check_together(body: CompletionRequest, max_tokens: int, most: int) -> None
         raise invalid("stream_options", "'stream_options' is allowed only with 'stream': true.")
     if (body.min_tokens or 0) > max_tokens:
         raise invalid("min_tokens", f"'min_tokens' must be at most 'max_tokens', {max_tokens}; got {body.min_tokens}.")
+
+
+def _fim(body: CompletionRequest, tokenizer: Tokenizer) -> FillInTheMiddle:
+    fim = FillInTheMiddle.of(tokenizer)
+    if fim is None:
+        raise invalid(
+            "suffix",
+            "'suffix' is not supported: this model's tokenizer has no tokens to fill in the middle with; "
+            "put all text into 'prompt'.",
+            "unsupported_parameter",
+        )
+    if body.echo and body.logprobs is not None:
+        raise invalid(
+            "suffix",
+            "'suffix' cannot be combined with both 'echo' and 'logprobs': the model does not see the prompt as text.",
+        )
+    if body.truncate_prompt_tokens is not None:
+        raise invalid("suffix", "'suffix' cannot be combined with 'truncate_prompt_tokens'; shorten the prompt.")
+    return fim
 
 
 def _kept(asked: int | None, max_tokens: int, model: ModelCard) -> int | None:

@@ -128,7 +128,7 @@ SPECIAL = [
     "<|python_tag|>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
-    "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+    "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>", "[THINK]", "[/THINK]", "[ARGS]", "[CALL_ID]",
 ]  # fmt: skip
 ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from server.text.formats.grammars import ReplyGrammar
 from server.text.formats.parser import Reply, names_of
 from server.text.formats.reasoning import Tags, find_tags, is_open
 from server.text.formats.syntaxes import SYNTAXES, Syntax
@@ -56,13 +57,33 @@ class ReplyFormat:
         """A reply that is nothing but calls, after reasoning where the model reasons.
 
         choice: the name of the one function to call, None for any of `tools`.
-        parallel: whether several calls may follow each other.
+        parallel: whether several calls may follow each other; a named function is called once.
         """
-        raise NotImplementedError
+        chosen = [tool for tool in tools if choice is None or tool["function"]["name"] == choice]
+        return self._grammar(prompt_text).calls(chosen, parallel and choice is None)
+
+    def strict_grammar(self, tools: Sequence[Tool], parallel: bool, prompt_text: str) -> GrammarSpec | None:
+        """A reply of any kind, in which calls follow the schemas of those of `tools` that are "strict", of the others
+        being JSON objects. None where no tool is strict.
+        """
+        if not any(tool["function"].get("strict") for tool in tools):
+            return None
+        loose = [tool if tool["function"].get("strict") else _without_schema(tool) for tool in tools]
+        return self._grammar(prompt_text).text_or_calls(loose, parallel)
 
     def answer_grammar(self, spec: GrammarSpec, prompt_text: str) -> GrammarSpec:
         """A reply whose answer follows `spec`, after reasoning where the model reasons."""
-        return spec
+        return self._grammar(prompt_text).answer(spec)
+
+    def _grammar(self, prompt_text: str) -> ReplyGrammar:
+        tags = self._tags
+        if tags is None or prompt_text.rstrip().endswith(tags.close):
+            return ReplyGrammar(self.syntax, None, False, self._tokenizer)
+        return ReplyGrammar(self.syntax, tags, is_open(tags, prompt_text, self._tokenizer), self._tokenizer)
+
+
+def _without_schema(tool: Tool) -> Tool:
+    return {**tool, "function": {**tool["function"], "parameters": None}}
 
 
 def reply_format(source: str, tokenizer: Tokenizer, override: str | None) -> ReplyFormat:
@@ -71,7 +92,7 @@ def reply_format(source: str, tokenizer: Tokenizer, override: str | None) -> Rep
     override: the name of another format than the one the template shows; None or "auto" for that one.
     """
     name = override if override not in (None, "auto") else _shown_by(source)
-    return ReplyFormat(SYNTAXES[name](), find_tags(source, tokenizer), tokenizer)
+    return ReplyFormat(SYNTAXES[name](source), find_tags(source, tokenizer), tokenizer)
 
 
 def _shown_by(source: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar
 
 from server.text.formats.reader import Malformed, Waiting
 
@@ -16,54 +16,75 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _LONGEST_NAME = 256
 
 
-def _checked(name: str) -> str:
-    """A function's name, as OpenAI allows them, dots added.
+class Syntax:
+    """The markup of the calls of one family of models. Calls are `begin`, what `around` says, `separator`, ..., `end`.
 
-    Raises:
-        Malformed: it is none.
+    openers: texts at which calls begin.
+    markers: texts that are tokens of their own in the family's vocabularies.
+    bare: whether a JSON object at the start of the answer is a call where it names a function that is offered.
     """
-    if not _NAME.fullmatch(name):
-        raise Malformed
-    return name
+
+    name: ClassVar[str]
+    openers: ClassVar[tuple[str, ...]]
+    markers: ClassVar[tuple[str, ...]]
+    bare: ClassVar[bool] = False
+    begin = ""
+    separator = "\n"
+    end = ""
+
+    def __init__(self, source: str) -> None:
+        """`source` is the chat template, which shows the variant of the markup."""
+
+    def around(self, name: str) -> tuple[str, str]:
+        """The text of a call of `name` before its arguments, a JSON object, and after them."""
+        raise NotImplementedError
+
+    def read(self, reply: Reply, opener: str) -> Waiting[None]:
+        """Read what follows `opener`, "" for none, leniently. Raises Malformed where it is no call."""
+        raise NotImplementedError
+
+    def write(self, calls: Sequence[tuple[str, str]]) -> str:
+        """Calls, each a name and arguments as JSON text, as the model writes them."""
+        written = []
+        for name, arguments in calls:
+            before, after = self.around(name)
+            written.append(before + arguments + after)
+        return self.begin + self.separator.join(written) + self.end
 
 
-def _envelope(name: str, arguments: str, key: str = "arguments") -> str:
-    return f'{{"name": {json.dumps(name)}, "{key}": {arguments}}}'
-
-
-class Hermes:
+class Hermes(Syntax):
     """Hermes 2 and 3, Qwen 2.5 and 3 and many more: <tool_call>{"name": ..., "arguments": {...}}</tool_call>, one each.
 
     A list of calls within one pair of tags, as SmolLM2 was taught, is read as well.
     """
 
-    name: ClassVar[str] = "hermes"
-    openers: ClassVar[tuple[str, ...]] = ("<tool_call>",)
-    markers: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
-    bare: ClassVar[bool] = False
+    name = "hermes"
+    openers = ("<tool_call>",)
+    markers = ("<tool_call>", "</tool_call>")
 
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """Calls, each a name and arguments as JSON text, as the model writes them."""
-        return "\n".join(f"<tool_call>\n{_envelope(*call)}\n</tool_call>" for call in calls)
+    def around(self, name: str) -> tuple[str, str]:
+        before, after = _envelope(name)
+        return f"<tool_call>\n{before}", f"{after}\n</tool_call>"
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         reader = reply.reader
+        closers = ("</tool_call>",)
         yield from reader.skip_spaces()
         if (yield from reader.starts_with(["["])) is not None:
-            yield from reply.envelopes(self.markers[1:])
+            yield from reply.envelopes(closers)
         else:
-            yield from reply.envelope(self.markers[1:])
+            yield from reply.envelope(closers)
             yield from reader.skip_spaces()
             yield from reader.starts_with(["}"])  # one too many is a common slip
         yield from reader.skip_spaces()
-        yield from reader.expect(self.markers[1])
+        yield from reader.expect("</tool_call>")
 
 
 class BareJson(Hermes):
     """For templates that know no tools: as Hermes, in the words of our own instructions, the tags being optional."""
 
-    name: ClassVar[str] = "json"
-    bare: ClassVar[bool] = True
+    name = "json"
+    bare = True
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         if opener:
@@ -72,16 +93,17 @@ class BareJson(Hermes):
             yield from reply.envelope((), bare=True)
 
 
-class Llama3:
+class Llama3(Syntax):
     """Llama 3.1 to 3.3: {"name": ..., "parameters": {...}} after <|python_tag|> or alone, several separated by ";"."""
 
-    name: ClassVar[str] = "llama3"
-    openers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
-    markers: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
-    bare: ClassVar[bool] = True
+    name = "llama3"
+    openers = ("<|python_tag|>",)
+    markers = ("<|python_tag|>",)
+    bare = True
+    separator = "; "
 
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        return "; ".join(_envelope(*call, key="parameters") for call in calls)
+    def around(self, name: str) -> tuple[str, str]:
+        return _envelope(name, "parameters")
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         reader = reply.reader
@@ -92,23 +114,30 @@ class Llama3:
             yield from reader.skip_spaces()
             yield from reader.starts_with([";"])
             yield from reader.skip_spaces()
-            yield from reader.starts_with([opener] if opener else ["<|python_tag|>"])
+            yield from reader.starts_with(self.openers)
             if not (yield from reader.more()) or reader.text[reader.pos] != "{":
                 reader.pos = reader.mark
                 return
             yield from reply.envelope((), bare=not opener)
 
 
-class Mistral:
+class Mistral(Syntax):
     """Mistral: [TOOL_CALLS] and a list of calls, or since tokenizer version 11 [TOOL_CALLS]name[ARGS]{...} for each."""
 
-    name: ClassVar[str] = "mistral"
-    openers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
-    markers: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-    bare: ClassVar[bool] = False
+    name = "mistral"
+    openers = ("[TOOL_CALLS]",)
+    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        return f"[TOOL_CALLS] [{', '.join(_envelope(*call) for call in calls)}]"
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        self._listed = "[ARGS]" not in source
+        if self._listed:
+            self.begin, self.separator, self.end = "[TOOL_CALLS][", ", ", "]"
+        else:
+            self.separator = ""
+
+    def around(self, name: str) -> tuple[str, str]:
+        return _envelope(name) if self._listed else (f"[TOOL_CALLS]{name}[ARGS]", "")
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         reader = reply.reader
@@ -130,58 +159,66 @@ class Mistral:
             yield from reply.arguments(sink, ())
 
 
-class DeepSeek:
+_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+
+
+class DeepSeek(Syntax):
     """DeepSeek V3, R1 (type, name and a fenced block of JSON) and V3.1 (name and JSON) with its tool tokens."""
 
-    name: ClassVar[str] = "deepseek"
-    openers: ClassVar[tuple[str, ...]] = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
-    markers: ClassVar[tuple[str, ...]] = (
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    )
-    bare: ClassVar[bool] = False
+    name = "deepseek"
+    openers = (_ALL_BEGIN, _BEGIN)
+    markers = (_ALL_BEGIN, _BEGIN, _SEPARATOR, _END, _ALL_END)
+    begin = _ALL_BEGIN
+    end = _ALL_END
 
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        all_begin, begin, separator, end, all_end = self.markers
-        return (
-            all_begin
-            + "\n".join(f"{begin}function{separator}{name}\n```json\n{text}\n```{end}" for name, text in calls)
-            + all_end
-        )
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+        self._fenced = "```json" in source or _SEPARATOR not in source
+        self.separator = "\n" if self._fenced else ""
+
+    def around(self, name: str) -> tuple[str, str]:
+        if self._fenced:
+            return f"{_BEGIN}function{_SEPARATOR}{name}\n```json\n", f"\n```{_END}"
+        return f"{_BEGIN}{name}{_SEPARATOR}", _END
 
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
-        _, begin, separator, end, all_end = self.markers
         reader = reply.reader
-        if opener != begin:
+        if opener == _ALL_BEGIN:
             yield from reader.skip_spaces()
-            yield from reader.expect(begin)
+            yield from reader.expect(_BEGIN)
         while True:
-            name = (yield from reader.until((separator,), _LONGEST_NAME)).strip()
-            yield from reader.expect(separator)
-            fenced = (yield from reader.peek()) != "{"
-            if fenced:
+            name = (yield from reader.until((_SEPARATOR,), _LONGEST_NAME)).strip()
+            yield from reader.expect(_SEPARATOR)
+            if (yield from reader.peek()) != "{":
                 name = (yield from reader.until(("\n", "{"), _LONGEST_NAME)).strip()
                 yield from reader.skip_spaces()
                 yield from reader.starts_with(["```json", "```"])
                 yield from reader.skip_spaces()
             sink = reply.start(_checked(name))
-            yield from reply.arguments(sink, (end,))
+            yield from reply.arguments(sink, (_END,))
             yield from reader.skip_spaces()
             if (yield from reader.starts_with(["```"])) is not None:
                 yield from reader.skip_spaces()
-            yield from reader.expect(end)
+            yield from reader.expect(_END)
             reply.done()
             yield from reader.skip_spaces()
-            if (yield from reader.starts_with([begin])) is None:
-                yield from reader.starts_with([all_end])
+            if (yield from reader.starts_with([_BEGIN])) is None:
+                yield from reader.starts_with([_ALL_END])
                 return
 
 
-Syntax: TypeAlias = Hermes | Llama3 | Mistral | DeepSeek
+def _checked(name: str) -> str:
+    """A function's name. Raises Malformed where it is none."""
+    if not _NAME.fullmatch(name):
+        raise Malformed
+    return name
 
-SYNTAXES: dict[str, Callable[[], Syntax]] = {
+
+def _envelope(name: str, key: str = "arguments") -> tuple[str, str]:
+    return f'{{"name": {json.dumps(name)}, "{key}": ', "}"
+
+
+SYNTAXES: dict[str, Callable[[str], Syntax]] = {
     syntax.name: syntax for syntax in (Hermes, Llama3, Mistral, DeepSeek, BareJson)
 }

@@ -27,6 +27,7 @@ WEATHER: FunctionToolParam = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     "strict": None,
 }
+CALL = f"{REASONED}Yes.{call('weather', city='é')}"
 CALLS = f"{REASONED}Let me see.\n{call('weather', city='Łódź')}\n{call('weather', city='Oslo')}"
 
 
@@ -135,7 +136,7 @@ async def test_a_tool_is_used(talk: Talk) -> None:
     second = await client.responses.create(model="tiny", input=conversation, tools=[WEATHER])
     assert second.output_text == "Sun and rain."
     turn = engine.prompt.split("|")
-    assert turn[0].startswith("tools:") and "The weather of a city." in turn[0]
+    assert turn[0].startswith("tools:")
     assert turn[1] == "user:Hi"
     assert turn[2].startswith("assistant:<think>Well, é.</think>Let me see.")
     assert turn[2].count("<tool_call>") == 2
@@ -165,7 +166,7 @@ async def test_reasoning_can_be_sent_back_sealed(talk: Talk) -> None:
         assert refusal.value.param == "input[0].encrypted_content"
 
 
-@pytest.mark.parametrize("reply", ["Hello, é!", CALLS, ""])
+@pytest.mark.parametrize("reply", ["Hello, é!", CALL, ""])
 async def test_a_cut_is_the_same_streamed_and_whole(talk: Talk, reply: str) -> None:
     served, engine = talk
     engine.reply = reply

@@ -182,7 +182,7 @@ def _tool(place: Place) -> dict[str, Any]:
         raise kind.must_be("\"custom\" or absent, with an 'input_schema': this server runs no tools of its own")
     if place["defer_loading"].flag():
         raise place["defer_loading"].unsupported("all tools are shown to the model; leave out those it shall not see")
-    function = {"name": place["name"].text(), "parameters": place["input_schema"].mapping()}
+    function: dict[str, Any] = {"name": place["name"].text(), "parameters": place["input_schema"].mapping()}
     for name in ("description", "strict"):
         if not place[name].absent:
             function[name] = place[name].value

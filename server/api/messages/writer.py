@@ -75,6 +75,7 @@ class MessagesWriter:
             "role": "assistant",
             "model": self._job.model_name,
             "content": [],
+            "stop_details": None,
             "stop_reason": None,
             "stop_sequence": None,
             "usage": self._usage(),
@@ -88,7 +89,8 @@ class MessagesWriter:
             reason = "tool_use"
         else:
             reason = "stop_sequence" if isinstance(last.stop_reason, str) else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": last.stop_reason if reason == "stop_sequence" else None}
+        sequence = last.stop_reason if reason == "stop_sequence" else None
+        return {"stop_details": None, "stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, Any]:
         """Anthropic's `input_tokens` are those that were not read from the cache."""

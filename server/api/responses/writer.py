@@ -12,7 +12,7 @@ from server.api.chat.job import ChatJob
 from server.api.chat.reply import ChatReply
 from server.api.errors import APIError
 from server.api.generation import Generation
-from server.api.responses.items import Event, ResponseItems
+from server.api.responses.items import Event, ResponseItems, Status
 from server.api.responses.translate import LOGPROBS, SEALED_REASONING, includes
 from server.api.responses.wire import ResponsesRequest
 
@@ -73,7 +73,7 @@ class ResponsesWriter:
                 for event in items.feed(delta):
                     yield event
                 reason = delta.finish_reason or reason
-        status = "incomplete" if reason == "length" else "completed"
+        status: Status = "incomplete" if reason == "length" else "completed"
         for event in items.finish(status):
             yield event
         details = {"reason": "max_output_tokens"} if status == "incomplete" else None

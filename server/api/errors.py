@@ -17,6 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from typing_extensions import TypedDict
 
 from server.generation import (
@@ -231,12 +232,21 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
         message = f"There is no route {path}; /openapi.json lists those there are."
         refusal = APIError(404, message, code="unknown_route")
     elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        allowed = ", ".join(_methods(request))
         message = f"{path} does not take {show(request.method)}, only {allowed}."
-        refusal = APIError(405, message, headers=error.headers)
+        refusal = APIError(405, message, headers={"allow": allowed})
     else:
         refusal = APIError(error.status_code, str(error.detail), headers=error.headers)
     return await on_api_error(request, refusal)
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path takes. Starlette names the methods of the first route that has the path, of several or not."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return sorted(found)
 
 
 async def on_unfit_parameter(request: Request, error: Exception) -> Response:

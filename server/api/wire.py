@@ -278,6 +278,8 @@ def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """The JSON schema of a body with its definitions put in place, as OpenAPI's `requestBody` wants it."""
     schema = kind.model_json_schema()
     definitions = schema.pop("$defs", {})
+    for name in schema["properties"].keys() - set(schema.get("required", ())):
+        schema["properties"][name] = {"anyOf": [schema["properties"][name], {"type": "null"}]}  # the same as absent
 
     def inline(node: Any) -> Any:
         if isinstance(node, dict):

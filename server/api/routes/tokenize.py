@@ -43,12 +43,19 @@ class TokenizeChat(ChatRequest):
     return_token_strs: bool | None = Field(None, description="true or false")
 
 
+def _ids(value: object) -> list[int]:
+    """Token ids; none at all is a list that is empty, not null."""
+    if value is None:
+        raise ValueError("must be a list of integer token ids; got null")
+    return token_ids(value)
+
+
 class Detokenize(Strict):
     """Body of POST /detokenize."""
 
     model: Text | None = Field(None, description="a string, the name of a served model")
     tokens: Annotated[
-        list[int], PlainValidator(token_ids), WithJsonSchema({"type": "array", "items": {"type": "integer"}})
+        list[int], PlainValidator(_ids), WithJsonSchema({"type": "array", "items": {"type": "integer"}})
     ] = Field(description="a list of token ids")
     skip_special_tokens: bool | None = Field(None, description="true or false")
 

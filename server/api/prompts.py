@@ -10,6 +10,7 @@ from server.api.errors import invalid, too_long
 from server.api.sampling import check_ids
 from server.api.wire import Prompt
 from server.generation import ModelCard
+from server.text.fim import FillInTheMiddle, encode_suffix
 from server.text.stream import TextStream
 
 if TYPE_CHECKING:
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """`pieces`: the text share of each id, joined the echoed text; None unless it is to be echoed."""
+    """`pieces`: the text share of each id, joined the echoed text; None unless it is to be echoed.
+
+    Where a suffix is laid out with the prompt, the pieces are those of the prompt alone.
+    """
 
     ids: tuple[int, ...]
     pieces: tuple[str, ...] | None = None
@@ -34,19 +38,27 @@ def tokenize(
     echo: bool = False,
     continued: bool = True,
     keep: int | None = None,
+    fim: FillInTheMiddle | None = None,
+    suffix: str = "",
 ) -> list[TokenizedPrompt]:
     """Each prompt's ids, at least one of them. Raises APIError 400.
 
     continued: whether an output follows, to which a character belongs that the prompt begins and does not end.
     keep: how many of the last ids are kept, None for all; a beginning-of-text token stays at the front.
+    fim: lays each prompt out with the `suffix` that follows the output.
     """
     tokenized: list[TokenizedPrompt] = []
+    after: list[int] = []
+    if fim is not None:
+        _check_length(suffix, tokenizer, model)
+        after = encode_suffix(suffix, tokenizer)
+        check_ids("suffix", after, model)
     for prompt in prompts:
         if isinstance(prompt, str):
             if keep is None:
                 _check_length(prompt, tokenizer, model)
             ids = tokenizer.encode(prompt, add_special_tokens)
-            if not ids:
+            if not ids and fim is None:
                 raise invalid("prompt", f"'prompt' holds no tokens; send text{_or_bos(tokenizer)}.")
         else:
             ids = prompt
@@ -55,10 +67,12 @@ def tokenize(
             head = ids[:1] if keep > 1 and ids[0] == tokenizer.bos_token_id else []
             prompt = ids = head + ids[len(ids) - keep + len(head) :]
         # A prompt too long for the model is refused by its length; its echo would only cost time.
+        pieces = None
         if echo and len(ids) <= model.max_model_len:
-            tokenized.append(TokenizedPrompt(tuple(ids), _echo(prompt, ids, tokenizer, skip_special_tokens, continued)))
-        else:
-            tokenized.append(TokenizedPrompt(tuple(ids)))
+            goes_on = continued and (fim is None or fim.closing is None)
+            pieces = _echo(prompt, ids, tokenizer, skip_special_tokens, goes_on)
+        laid_out = ids if fim is None else fim.lay_out(ids, after, tokenizer.bos_token_id)
+        tokenized.append(TokenizedPrompt(tuple(laid_out), pieces))
     return tokenized
 
 

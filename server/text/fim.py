@@ -1,48 +1,73 @@
-"""Fill-in-the-middle: prompts for the text between a prefix and a suffix (Bavarian et al. 2022)."""
+"""Filling in the middle: the tokens by which models trained for it are shown what comes before and after a gap.
+
+The method is Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (arXiv:2207.14255); each
+family has its own tokens for it.
+"""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from server.text.tokenizer import Tokenizer
 
-FimTokens: TypeAlias = tuple[int, int, int]
-"""Ids of the tokens before the prefix, before the suffix and before the middle."""
-
-_KNOWN = (
-    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite
-    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, SmolLM
+# (before the prefix, before the suffix, before the middle)
+_PREFIX_FIRST = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
-    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
     ("<PRE>", "<SUF>", "<MID>"),
-    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek, whose middle token closes the suffix
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
 )
+# (before the suffix, before the prefix): what comes after the prefix is the middle.
+_SUFFIX_FIRST = (("[SUFFIX]", "[PREFIX]"),)  # Codestral
+# What these models write after the middle, beside their end of sequence.
+_ENDS = (
+    "<|endoftext|>", "<|fim_pad|>", "<|file_sep|>", "<|repo_name|>", "<|file_separator|>", "<file_sep>", "▁<EOT>",
+)  # fmt: skip
 
 
-def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
-    """The tokens for filling in; None where the vocabulary has none of the known ones."""
-    for names in _KNOWN:
-        prefix, suffix, middle = (tokenizer.token_id(name) for name in names)
-        if prefix is not None and suffix is not None and middle is not None:
-            return prefix, suffix, middle
-    return None
+@dataclass(frozen=True, slots=True)
+class FillInTheMiddle:
+    """How one tokenizer lays out a gap: `opening` and `second` stand before the two texts, `closing` after them.
 
-
-def fim_prompt(
-    tokenizer: Tokenizer, tokens: FimTokens, prefix: list[int], suffix: list[int], add_special_tokens: bool = True
-) -> list[int]:
-    """The prompt that asks for what stands between two texts, in the order prefix, suffix, middle.
-
-    prefix, suffix: their ids, encoded without special tokens. add_special_tokens: whether the tokens that the
-    tokenizer puts before a text, if it does, come first.
+    suffix_first: whether the text after the gap comes first.
+    end_ids: tokens that end the middle.
     """
-    before, hole, after = tokens
-    first = _tokens_before(tokenizer) if add_special_tokens else []
-    return [*first, before, *prefix, hole, *suffix, after]
+
+    opening: int
+    second: int
+    closing: int | None
+    suffix_first: bool
+    end_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> FillInTheMiddle | None:
+        """None where the tokenizer has no tokens for it."""
+        ends = frozenset(found for token in _ENDS if (found := tokenizer.token_id(token)) is not None)
+        for tokens in _PREFIX_FIRST:
+            opening, second, closing = map(tokenizer.token_id, tokens)
+            if opening is not None and second is not None and closing is not None:
+                return cls(opening, second, closing, False, ends)
+        for names in _SUFFIX_FIRST:
+            opening, second = map(tokenizer.token_id, names)
+            if opening is not None and second is not None:
+                return cls(opening, second, None, True, ends)
+        return None
+
+    def lay_out(self, prefix: Sequence[int], suffix: Sequence[int], bos_token_id: int | None) -> list[int]:
+        """The prompt for the text between `prefix` and `suffix`; a beginning-of-text token stays at its beginning."""
+        head, prefix = ([prefix[0]], prefix[1:]) if prefix and prefix[0] == bos_token_id else ([], prefix)
+        first, then = (suffix, prefix) if self.suffix_first else (prefix, suffix)
+        tail = [] if self.closing is None else [self.closing]
+        return [*head, self.opening, *first, self.second, *then, *tail]
 
 
-def _tokens_before(tokenizer: Tokenizer) -> list[int]:
-    """What the tokenizer puts before every text: its beginning-of-text token or nothing."""
-    bos = tokenizer.bos_token_id
-    return [bos] if bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos] else []
+def encode_suffix(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a text that goes on where another ended, without the space that some tokenizers begin with."""
+    if not tokenizer.trims_start:
+        return tokenizer.encode(text, add_special_tokens=False)
+    anchor = "☺"  # no token has it beside other characters
+    return tokenizer.encode(anchor + text, add_special_tokens=False)[len(tokenizer.encode(anchor, False)) :]

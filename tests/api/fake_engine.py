@@ -48,6 +48,7 @@ class ByteTokenizer:
 
     def __init__(self, adds_bos: bool = False) -> None:
         self.adds_bos = adds_bos
+        self.named = {"<s>": BOS, "</s>": EOS}  # what `token_id` knows
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * (self.adds_bos and add_special_tokens) + list(text.encode())
@@ -60,7 +61,7 @@ class ByteTokenizer:
         return [self.token_bytes(i).decode("latin-1") for i in ids]
 
     def token_id(self, token: str) -> int | None:
-        return {"<s>": BOS, "</s>": EOS}.get(token)
+        return self.named.get(token)
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else (b"<s>", b"</s>")[token_id - BOS]

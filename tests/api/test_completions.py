@@ -331,6 +331,26 @@ async def test_long_prompts_are_cut_from_the_left_where_asked(served: Served) ->
     assert list(served.engine.requests[1].prompt_ids) == [BOS, 101, 102]
 
 
+async def test_the_middle_of_two_texts(served: Served) -> None:
+    """The markers are the tokenizer's, and what models write after the middle ends it. Echoed is the prompt alone."""
+    served.engine.bytes = ByteTokenizer(adds_bos=True)
+    served.engine.bytes.named |= {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3, "<file_sep>": 4}
+    served.engine.tokens = lambda request: [97]
+    answer = await both(served, prompt=["de", [102], ""], suffix="xy", echo=True)
+    requests = served.engine.requests[:3]
+    after = [2, 120, 121, 3]
+    assert [list(one.prompt_ids) for one in requests] == [
+        [BOS, 1, 100, 101, *after],
+        [1, 102, *after],
+        [BOS, 1, *after],
+    ]
+    assert requests[0].params.stop_token_ids == {EOS, 4}
+    assert [choice["text"] for choice in answer["choices"]] == ["dea", "fa", "a"]
+    assert answer["usage"]["prompt_tokens"] == 8 + 6 + 6
+    await served.complete(prompt="de", suffix="xy", ignore_eos=True)
+    assert served.engine.requests[-1].params.stop_token_ids == frozenset()
+
+
 @pytest.mark.parametrize("skip", [True, False])
 async def test_echo_shows_special_tokens_only_if_they_were_sent(served: Served, skip: bool) -> None:
     served.engine.bytes = ByteTokenizer(adds_bos=True)

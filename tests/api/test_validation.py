@@ -143,7 +143,7 @@ async def test_a_suffix_needs_a_model_made_for_it(served: Served) -> None:
     error = check_error(await served.post(prompt="x", suffix="y"))
     assert (error["param"], error["code"]) == ("suffix", "unsupported_parameter")
     assert "fill in the middle" in error["message"]
-    served.engine.bytes.named = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
+    served.engine.bytes.named |= {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
     for extra in ({"echo": True, "logprobs": 0}, {"truncate_prompt_tokens": 5}):
         assert check_error(await served.post(prompt="x", suffix="y", **extra))["param"] == "suffix"
     assert check_error(await served.post(prompt="x", suffix="y" * 60))["code"] == "context_length_exceeded"

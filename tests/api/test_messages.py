@@ -11,6 +11,7 @@ import anthropic
 import httpx
 import pytest
 from anthropic.types import ToolParam
+from pydantic import BaseModel
 
 from server.api.messages.blocks import parse_input
 from server.api.messages.translate import to_chat
@@ -183,6 +184,23 @@ async def test_the_end_of_the_context_is_told_apart(talk: Talk) -> None:
     assert (await client_of(served).messages.create(**{**HI, "max_tokens": 5000})).stop_reason == (
         "model_context_window_exceeded"
     )
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+async def test_structured_output_is_parsed(talk: Talk) -> None:
+    served, engine = talk
+    engine.reply = '{"name":"Oslo","people":700000}'
+    client = client_of(served)
+    answer = await client.messages.parse(**HI, output_format=City)
+    assert answer.parsed_output == City(name="Oslo", people=700000)
+    assert engine.requests[-1].constraint is not None
+    schema = {"type": "string", "pattern": "(?=x)"}
+    with pytest.raises(anthropic.BadRequestError, match=r"'output_config\.format\.schema'"):
+        await client.messages.create(**HI, output_config={"format": {"type": "json_schema", "schema": schema}})
 
 
 async def test_stop_sequences(talk: Talk) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import FunctionToolParam, Response
+from pydantic import BaseModel
 
 from server.api.responses.translate import to_chat
 from server.api.responses.wire import ResponsesRequest
@@ -212,6 +213,28 @@ async def test_logprobs(talk: Talk) -> None:
     assert {len(score.top_logprobs) for score in content.logprobs} == {2}
     plain = await client.responses.create(model="tiny", input="Hi")
     assert plain.output[0].to_dict()["content"][0]["logprobs"] == []  # type: ignore[index]
+
+
+class City(BaseModel):
+    name: str
+    people: int
+
+
+async def test_structured_output_is_parsed(talk: Talk) -> None:
+    served, engine = talk
+    engine.reply = REASONED + '{"name":"Oslo","people":700000}'
+    client = client_of(served)
+    answer = await client.responses.parse(model="tiny", input="Hi", text_format=City)
+    assert answer.output_parsed == City(name="Oslo", people=700000)
+    assert engine.requests[-1].constraint is not None
+    async with client.responses.stream(model="tiny", input="Hi", text_format=City) as stream:
+        assert (await stream.get_final_response()).output_parsed == City(name="Oslo", people=700000)
+    schema = {"type": "string", "pattern": "(?=x)"}
+    form: Any = {"type": "json_schema", "name": "x", "schema": schema}
+    with pytest.raises(openai.BadRequestError) as refusal:
+        await client.responses.create(model="tiny", input="Hi", text={"format": form})
+    assert refusal.value.param == "text.format.schema"
+    assert "'text.format.schema'" in refusal.value.message
 
 
 async def test_a_failure_in_a_stream(talk: Talk) -> None:

@@ -233,6 +233,27 @@ async def test_the_smaller_of_flag_and_field_counts(start: Start, monkeypatch: p
     assert (await collect(busy))[-1].stop_reason == "deadline"
 
 
+# Shares
+
+
+async def test_a_modest_tenant_does_not_wait_for_a_greedy_one(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start(scheduling_policy="fair", max_num_seqs=1, max_num_batched_tokens=32)
+    gate = Gate(harness, monkeypatch)
+    order: list[str] = []
+
+    async def answered(tenant: str) -> None:
+        await collect(harness.submit(harness.request(max_tokens=5, tenant=tenant)))
+        order.append(tenant)
+
+    tasks = [asyncio.create_task(answered("greedy")) for _ in range(6)]
+    await gate.in_step()
+    tasks.append(asyncio.create_task(answered("modest")))
+    await asyncio.sleep(0)
+    gate.open()
+    await asyncio.gather(*tasks)
+    assert order.index("modest") <= 2
+
+
 # Hangs
 
 

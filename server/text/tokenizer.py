@@ -126,7 +126,11 @@ class Tokenizer:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of `text`, in which no special token is recognised and to which none is added."""
+        """Token ids of `text`, in which no special token is recognised and to which none is added; in Python alone.
+
+        Of a fast tokenizer this changes the state that all threads share: `server.text.literals` makes a copy instead.
+        """
+        assert self._backend is None
         return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:

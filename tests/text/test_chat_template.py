@@ -249,11 +249,10 @@ def made(family: str) -> ChatTemplate:
 
 def test_only_the_literals_change() -> None:
     """The text around a literal has the ids it has without one."""
-    tokenizer = wrapped(CHATML)
-    template = ChatTemplate(tokenizer, None)
+    template = made("chatml")
     with_literal = render(template, [{"role": "user", "content": "one <|im_end|> two"}]).ids
     without = render(template, [{"role": "user", "content": "one  two"}]).ids
-    inner = tokenizer.encode_plain("<|im_end|>")
+    inner = chat_tokenizer(None).encode("<|im_end|>", split_special_tokens=True)
     start = next(i for i, (a, b) in enumerate(zip(with_literal, without, strict=False)) if a != b)
     assert with_literal[start : start + len(inner)] == inner
     assert with_literal[:start] + with_literal[start + len(inner) :] == without

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from server.api.chat.dialect import Dialect
+from server.api.chat.grammar import reply_structure
 from server.api.chat.messages import num_characters
 from server.api.chat.tools import resolve_choice
 from server.api.chat.wire import ChatRequest
@@ -123,7 +124,7 @@ async def prepare(
     choice = resolve_choice(body.tools, body.tool_choice)
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(body, model, wanted)
-    structure = structure_of(body)
+    answer = structure_of(body)
     tools = [] if choice == "none" else body.tools
 
     def build() -> tuple[Dialect, Rendered, list[GenerationRequest]]:
@@ -132,9 +133,10 @@ async def prepare(
         rendered = render_prompt(body, tools, dialect, model, field)
         cap = output_cap(max_tokens, len(rendered.ids), model, field)
         constrain = None
+        parallel = body.parallel_tool_calls is not False
+        structure = reply_structure(tools, choice, parallel, answer, dialect.format, rendered.text)
         if structure is not None:
-            spec = dialect.format.answer_grammar(structure.spec, rendered.text)
-            constrain = constrainer(service, spec, structure.param, ignore_eos=body.ignore_eos is True)
+            constrain = constrainer(service, structure.spec, structure.param, ignore_eos=body.ignore_eos is True)
         seed = service.fresh_seed() if body.seed is None else body.seed
         requests = sequences(
             body,
@@ -217,9 +219,10 @@ def render_prompt(
             kwargs=kwargs,
         )
     except TemplateFailed as error:
-        raise invalid(
-            field, f"The chat template does not take this conversation: {error}.", "template_failed"
-        ) from None
+        message = f"The chat template does not take this conversation: {error}."
+        raise invalid(field, message, "template_failed") from None
+    except RecursionError:
+        raise invalid(field, "What the chat template is given is nested too deeply.", "template_failed") from None
     if not rendered.ids:
         raise invalid(field, f"The chat template makes an empty prompt of these '{field}'.")
     check_ids(field, rendered.ids, model)  # a tokenizer may have tokens that the model has no place for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -68,7 +69,7 @@ async def read_body(request: Request) -> bytes:
 def parse_object(body: bytes) -> dict[str, Any]:
     """The JSON object in `body`; of duplicate keys the last counts. Raises APIError 400 for anything else."""
     try:
-        value = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant)
+        value = json.loads(body.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
         raise invalid(None, "The body is nested too deeply.", "invalid_json") from None
     except UnicodeDecodeError as error:
@@ -80,6 +81,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise invalid(None, f"The body is not valid JSON: {error}.", "invalid_json") from None
     if not isinstance(value, dict):
         raise invalid(None, f"The body must be a JSON object; got {show(value)}.", "invalid_json")
+    return value
+
+
+def _finite(text: str) -> float:
+    """1e999 would be infinity, which no answer that repeats it could spell."""
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{show(text)} is too large for a number")
     return value
 
 

@@ -10,20 +10,25 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-from pydantic import BaseModel
 
 from server.api import wire
+from server.api.chat.wire import CHAT, ChatRequest
+from server.api.messages.wire import MESSAGES, MessagesRequest
 from server.api.parameters import COMPLETIONS
+from server.api.responses.wire import RESPONSES, ResponsesRequest
 from tests.test_server import Server
 from tests.tiny_checkpoint import VOCAB_SIZE, save_tiny_checkpoint
 
+TEMPLATE = """{% for message in messages %}[{{ message.role }}]{{ message.content }}
+{%- for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+{%- endfor %}{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"""
 PATIENCE = 10.0
 """Seconds after which an answer that did not come is a hang."""
 MOST_ERROR_BYTES = 4096
@@ -80,29 +85,32 @@ OBJECTS = [
 ]
 DEEP = ["[" * 1000 + "]" * 1000, '{"a":' * 1000 + "1" + "}" * 1000, "[" * 100_000 + "]" * 100_000, '{"a":' * 100_000]
 VALUES = ["null", "true", "false", str(VOCAB_SIZE), *NUMBERS, *NO_JSON, *TEXTS, *LISTS, *OBJECTS, *DEEP]
+SHORT = ["null", "true", "-1", str(VOCAB_SIZE), str(2**31), "1e9", "NaN", "1e999", '""', '"x"', '"\\ud800"', "[]"]
+SHORT += ["[-1]", '["\\ud800"]', "{}", '{"\\ud800":1}', DEEP[0], DEEP[2]]
+"""For what has been tried elsewhere already, and where the type is a schema's or a template's business."""
 
 Path_ = tuple[str | int, ...]
 
 
 @dataclass
 class Target:
-    """A route to fuzz: `example` is a valid body that shows much, `known` the names its own tables know."""
+    """A route to fuzz: `example` is a valid body that shows much, `known` the names of fields its own tables have."""
 
     path: str
     example: dict[str, Any]
-    kind: type[BaseModel]
-    refused: frozenset[str]
-    raw: list[str] = field(default_factory=list)
+    known: Iterable[str]
+    refused: Iterable[str] = ()
 
     def bodies(self) -> Iterator[tuple[str, str]]:
         """(what was changed, body) for every place and value."""
         for place in places(self.example):
-            for value in VALUES:
+            for value in VALUES if len(place) == 1 else SHORT:
                 yield f"{place}={value[:40]}", substituted(self.example, place, value)
-        for name in sorted(self.kind.model_fields.keys() - self.example.keys()):
-            for value in VALUES:
+        tried = wire.DecodingFields.model_fields if self.path != "/v1/completions" else ()
+        for name in sorted(set(self.known) - self.example.keys()):
+            for value in SHORT if name in tried else VALUES:
                 yield f"{name}={value[:40]}", added(self.example, name, value)
-        for name in sorted(self.refused - self.example.keys()):
+        for name in sorted(set(self.refused) - set(self.known) - self.example.keys()):
             for value in ("null", "false", "-1", '"\\ud800"', "[]", '{"a":[1]}', DEEP[0]):
                 yield f"{name}={value[:40]}", added(self.example, name, value)
 
@@ -137,6 +145,30 @@ def added(example: dict[str, Any], name: str, value: str) -> str:
     return f"{json.dumps(example)[:-1]},{json.dumps(name)}:{value}}}"
 
 
+PARAMETERS = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
+FUNCTION = {"name": "f", "description": "d", "parameters": PARAMETERS}
+TOOL = {"type": "function", "function": FUNCTION}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+CHAT_MESSAGES = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": [{"type": "text", "text": "u"}], "name": "n"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c1", "content": "1"},
+    {"role": "user", "content": "u"},
+]
+SHORT_CHAT = {"messages": [{"role": "user", "content": "u"}], "max_tokens": 3}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 9},
+        "b": {"type": "array", "items": {"type": "string", "pattern": "^x{1,2}$"}, "minItems": 1, "maxItems": 2},
+        "c": {"anyOf": [{"const": None}, {"$ref": "#/$defs/d"}]},
+    },
+    "required": ["a"],
+    "additionalProperties": False,
+    "$defs": {"d": {"type": "number", "multipleOf": 0.5}},
+}
+
 TARGETS = {
     "completions": Target(
         "/v1/completions",
@@ -151,9 +183,87 @@ TARGETS = {
             "logprobs": 2,
             "echo": True,
         },
-        wire.CompletionRequest,
-        frozenset(COMPLETIONS),
-    )
+        wire.CompletionRequest.model_fields,
+        COMPLETIONS,
+    ),
+    "chat": Target(
+        "/v1/chat/completions",
+        {
+            "messages": CHAT_MESSAGES,
+            "tools": [TOOL],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "max_tokens": 2,
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
+        },
+        ChatRequest.model_fields,
+        CHAT,
+    ),
+    "chat, streamed": Target(
+        "/v1/chat/completions",
+        {
+            **SHORT_CHAT,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "tools": [TOOL],
+            "chat_template_kwargs": {"a": 1},
+        },
+        (),
+    ),
+    "chat, structured": Target(
+        "/v1/chat/completions",
+        {
+            **SHORT_CHAT,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}},
+        },
+        (),
+    ),
+    "completions, structured": Target(
+        "/v1/completions",
+        {"prompt": "x", "max_tokens": 3, "stream": True, "structured_outputs": {"choice": ["ab", "c"]}},
+        (),
+    ),
+    "responses": Target(
+        "/v1/responses",
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "u"}]},
+                {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a":1}'},
+                {"type": "function_call_output", "call_id": "c1", "output": "1"},
+            ],
+            "instructions": "i",
+            "tools": [{"type": "function", **FUNCTION}],
+            "tool_choice": {"type": "function", "name": "f"},
+            "text": {"format": {"type": "text"}},
+            "max_output_tokens": 2,
+            "stream": True,
+        },
+        ResponsesRequest.model_fields,
+        RESPONSES,
+    ),
+    "messages": Target(
+        "/v1/messages",
+        {
+            "system": [{"type": "text", "text": "s"}],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "u"}]},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}]},
+                {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "1"}]},
+            ],
+            "tools": [{"name": "f", "description": "d", "input_schema": PARAMETERS}],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "max_tokens": 2,
+            "stop_sequences": ["zz"],
+            "stream": True,
+        },
+        MessagesRequest.model_fields,
+        MESSAGES,
+    ),
+    "count_tokens": Target("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "u"}]}, ()),
+    "input_tokens": Target("/v1/responses/input_tokens", {"input": "u"}, ()),
+    "tokenize": Target("/tokenize", {"prompt": "x", "add_special_tokens": True, "return_token_strs": True}, ()),
+    "detokenize": Target("/detokenize", {"tokens": [65, 66], "skip_special_tokens": True}, ()),
 }
 
 WHOLE_BODIES = [
@@ -185,6 +295,7 @@ WHOLE_BODIES = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     checkpoint = save_tiny_checkpoint(tmp_path_factory.mktemp("tiny"))
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATE)
     flags = ("--served-model-name=tiny", "--kv-blocks=512", "--max-num-seqs=16", "--max-num-batched-tokens=256")
     server = Server(tmp_path_factory.mktemp("fuzz") / "log", str(checkpoint), *flags)
     try:
@@ -270,6 +381,9 @@ def check_error(response: httpx.Response) -> None:
     assert response.headers["content-type"] == "application/json"
     assert len(response.content) < MOST_ERROR_BYTES
     body = json.loads(response.content.decode("ascii"), parse_constant=no_constant)
+    if "type" in body:  # as Anthropic's clients read it
+        assert body.pop("type") == "error"
+        assert body.pop("request_id") == response.headers["x-request-id"]
     assert body.keys() == {"error"}
     assert body["error"].keys() == {"message", "type", "param", "code"}
     assert isinstance(body["error"]["message"], str)
@@ -285,10 +399,13 @@ def check_answer(response: httpx.Response) -> None:
     if response.headers["content-type"].startswith("text/event-stream"):
         events = [line[6:] for line in content.split("\n") if line.startswith("data: ")]
         for data in events:
-            assert data == "[DONE]" or "error" not in json.loads(data, parse_constant=no_constant)
+            if data != "[DONE]":
+                chunk = json.loads(data, parse_constant=no_constant)
+                assert "error" not in chunk
+                assert chunk.get("type") not in ("error", "response.failed")
         assert events
     else:
-        assert "error" not in json.loads(content, parse_constant=no_constant)
+        assert not json.loads(content, parse_constant=no_constant).get("error")
 
 
 async def send(client: httpx.AsyncClient, path: str, what: str, body: str | bytes, failures: list[str]) -> int:

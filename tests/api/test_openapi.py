@@ -1,0 +1,56 @@
+"""The server does what its own OpenAPI document says, asked by schemathesis."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from queue import Queue
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, settings
+from prometheus_client import CollectorRegistry
+from schemathesis.checks import CHECKS
+
+from server.api.app import create_app
+from server.config import ServeSettings
+from server.metrics import Metrics
+from tests.api.conftest import serve_fake
+from tests.api.fake_engine import FakeEngine
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """The fake engine behind the real server, in a thread: schemathesis blocks the one it runs in."""
+    started: Queue[tuple[str, Callable[[], object]]] = Queue()
+
+    async def run() -> None:
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        async with serve_fake(FakeEngine(max_model_len=4096)) as served:
+            started.put((served.url, lambda: loop.call_soon_threadsafe(over.set)))
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    url, stop = started.get(timeout=30)
+    yield url
+    stop()
+    thread.join()
+
+
+def _document() -> dict[str, Any]:
+    return create_app(FakeEngine(), Metrics(CollectorRegistry(), "tiny"), ServeSettings(model="tiny")).openapi()
+
+
+schema = schemathesis.openapi.from_dict(_document())
+
+
+@schema.parametrize()
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_the_server_keeps_to_its_document(case: schemathesis.Case, url: str) -> None:
+    response = case.call(base_url=url, timeout=10)
+    # What a schema cannot say (token ids there are, fields that exclude each other) is refused though the schema fits.
+    case.validate_response(response, excluded_checks=[CHECKS.get_one("positive_data_acceptance")])

@@ -149,6 +149,12 @@ def test_huge_numbers_are_refused(server: Server) -> None:
         check_error(post(server, {"prompt": "x", **fields}))
 
 
+def test_only_allowed_tokens_are_drawn(server: Server) -> None:
+    body = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 1.5, "n": 2, "return_token_ids": True}
+    for choice in ask(server, **body, allowed_token_ids=[A, A_SPACED, VOCABULARY - 1])["choices"]:
+        assert set(choice["token_ids"]) <= {A, A_SPACED, VOCABULARY - 1}
+
+
 def test_siblings_differ(server: Server) -> None:
     """vLLM 10852: n = 4 at temperature 1 gave four equal texts."""
     answer = ask(server, prompt="Once upon a time", n=4, temperature=1, max_tokens=16)

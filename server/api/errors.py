@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from typing_extensions import TypedDict
 
 from server.generation import (
@@ -55,6 +55,7 @@ _ANTHROPIC_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _RETRY_AFTER = {Phase.LOADING: 5, Phase.DRAINING: 1, Phase.DEAD: 30}
 
 
@@ -242,11 +243,11 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 def _methods(request: Request) -> list[str]:
     """What the path takes. Starlette names the methods of the first route that has the path, of several or not."""
-    found: set[str] = set()
-    for route in request.app.routes:
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return sorted(found)
+    return [
+        method
+        for method in _METHODS
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+    ]
 
 
 async def on_unfit_parameter(request: Request, error: Exception) -> Response:

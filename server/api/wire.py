@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, NotRequired, TypeVar
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, ValidationError, WithJsonSchema
 from typing_extensions import TypedDict
@@ -107,7 +107,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="true or false")
     continuous_usage_stats: bool | None = Field(None, description="true or false")
-    include_obfuscation: bool | None = Field(None, description="true or false")
+    include_obfuscation: Literal[False] | None = Field(None, description="false: chunks are not padded")
 
 
 class DecodingFields(Strict):

@@ -31,6 +31,15 @@ async def test_completions(served: Served) -> None:
     assert chunks[-1].usage.completion_tokens == 3
 
 
+async def test_best_of_and_suffix(served: Served) -> None:
+    client = client_of(served)
+    served.engine.bytes.named |= {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
+    best = await client.completions.create(model="tiny", prompt="x", suffix="y", n=1, best_of=3, max_tokens=2, seed=1)
+    assert len(best.choices) == 1
+    assert best.usage is not None
+    assert (best.usage.prompt_tokens, best.usage.completion_tokens) == (5, 6)
+
+
 async def test_models(served: Served) -> None:
     client = client_of(served)
     assert [model.id async for model in client.models.list()] == ["tiny"]

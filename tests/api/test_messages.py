@@ -220,6 +220,12 @@ async def test_the_last_turn_of_the_assistant_is_continued(talk: Talk) -> None:
     assert engine.prompt == "user:Hi|assistant:Hell"
 
 
+async def test_an_empty_system_prompt_is_none(talk: Talk) -> None:
+    served, engine = talk
+    await client_of(served).messages.create(**HI, system="")
+    assert engine.prompt == "user:Hi|assistant:"
+
+
 async def test_thinking(talk: Talk) -> None:
     served, engine = talk
     client = client_of(served)

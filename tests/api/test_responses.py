@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import copy
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.responses import FunctionToolParam, Response
 from pydantic import BaseModel
 
+from server.api.chat.reply import ChatDelta
+from server.api.responses.items import ResponseItems, Status
 from server.api.responses.translate import to_chat
 from server.api.responses.wire import ResponsesRequest
 from server.api.wire import parse
+from server.text.reply import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 from tests.api.conftest import Serve, Served
 from tests.api.talking import REASONED, TalkingEngine, call, named_events
 from tests.api.test_validation import check_error
@@ -349,6 +356,28 @@ async def test_fields_that_ask_for_nothing_pass(talk: Talk) -> None:
     assert (params.top_k, params.seed) == (5, 1)
 
 
+async def test_stream_options(talk: Talk) -> None:
+    served, _ = talk
+    for stream, options, param in (
+        (False, {}, "stream_options"),
+        (True, {"continuous_usage_stats": True}, "stream_options.continuous_usage_stats"),
+        (True, {"include_usage": 1}, "stream_options.include_usage"),
+        (True, {"include_obfuscation": False, "include_usage": True}, None),
+    ):
+        response = await served.client.post(PATH, json={"input": "Hi", "stream": stream, "stream_options": options})
+        if param is None:
+            assert response.status_code == 200
+        else:
+            assert check_error(response)["param"] == param
+
+
+async def test_an_input_that_no_queue_holds(talk: Talk) -> None:
+    """The engine's own refusal names this route's field."""
+    served, engine = talk
+    engine.max_queued_tokens = 10
+    assert check_error(await served.client.post(PATH, json={"input": "Hi" * 20}))["param"] == "input"
+
+
 async def test_there_is_nothing_to_find(served: Served) -> None:
     paths = (("GET", "/resp_1"), ("DELETE", "/resp_1"), ("GET", "/resp_1/input_items"), ("POST", "/x/cancel"))
     for method, path in paths:
@@ -398,6 +427,53 @@ def test_turns() -> None:
     assert messages(said, summary, said)[1:] == [
         {"role": "assistant", "content": "Yes.", "reasoning_content": "Short."}
     ]
+
+
+PARTS = st.lists(
+    st.one_of(
+        st.builds(Reasoning, st.text(min_size=1, max_size=3)),
+        st.builds(Content, st.text(min_size=1, max_size=3)),
+        st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    ),
+    max_size=8,
+)
+
+
+def run(items: ResponseItems, parts: list[Any], status: Status) -> list[dict[str, Any]]:
+    """A list among `parts` is a call, of so many pieces of arguments."""
+    events = []
+    calls = 0
+    for part in parts:
+        if isinstance(part, list):
+            shown: list[Part] = [ToolCallStart(calls, "f", f"c{calls}")]
+            shown += [ToolCallArguments(calls, text) for text in part]
+            calls += 1
+        else:
+            shown = [part]
+        events += [copy.deepcopy(event) for one in shown for event in items.feed(ChatDelta(0, (one,)))]
+    return events + list(items.finish(status))
+
+
+@given(PARTS, st.sampled_from(("completed", "incomplete")))
+def test_events_add_up_to_the_items(parts: list[Any], status: Status) -> None:
+    items = ResponseItems("x", sealed=False, scored=False)
+    events = run(items, parts, status)
+    texts: dict[int, str] = {}
+    items_done: list[dict[str, Any]] = []
+    for event in events:
+        index = event["output_index"]
+        assert index == len(items_done)
+        if event["type"].endswith(".delta"):
+            texts[index] = texts.get(index, "") + event["delta"]
+        elif event["type"].endswith("item.done"):
+            items_done.append(event["item"])
+    assert items_done == items.done
+    for index, item in enumerate(items.done):
+        shown = item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"]
+        assert shown == texts.get(index, "")
+        assert item["status"] == (status if index == len(items.done) - 1 else "completed")
+    kinds = [item["type"] for item in items.done]
+    assert all(a != b or a == "function_call" for a, b in itertools.pairwise(kinds))
 
 
 async def test_events_are_named(talk: Talk) -> None:

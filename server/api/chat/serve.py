@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from server.api.chat.job import ChatJob, Translated, prepare
+from server.api.errors import APIError
 from server.api.exchange import Exchange
 from server.api.generation import Generation
 from server.api.renaming import NONE, Names, renamed
@@ -41,4 +42,9 @@ async def serve_chat(
         with renamed(names):
             return await prepare(service, exchange, translated, worker, endpoint=endpoint, field=field)
 
-    return await serve(request, endpoint, job, make_writer)
+    try:
+        return await serve(request, endpoint, job, make_writer)
+    except APIError as error:
+        if error.reason == "too_long":
+            error.param = field  # the engine's own refusals know only prompts
+        raise

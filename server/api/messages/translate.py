@@ -67,8 +67,8 @@ def hides_thinking(body: CountTokensRequest) -> bool:
 
 def _messages(system: Place, turns: Place) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    if not system.absent:
-        messages.append({"role": "system", "content": _text(system)})
+    if not system.absent and (text := _text(system)):
+        messages.append({"role": "system", "content": text})
     entries = turns.entries()
     if not entries:
         raise turns.must_be("a list of at least one message")

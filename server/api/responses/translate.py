@@ -39,6 +39,7 @@ def to_chat(body: ResponsesRequest, raw: Mapping[str, Any]) -> dict[str, Any]:
     chat = {name: raw[name] for name in DecodingFields.model_fields if name in raw}
     chat["messages"] = _messages(body.instructions, Place(body.input, "input"))
     chat["max_completion_tokens"] = body.max_output_tokens
+    _check_stream_options(body)
     chat["stop"] = body.stop
     chat["parallel_tool_calls"] = body.parallel_tool_calls
     chat["chat_template_kwargs"] = body.chat_template_kwargs
@@ -77,6 +78,17 @@ def check_metadata(body: ResponsesRequest) -> None:
     for key in metadata.mapping():
         if len(Place(key, "metadata").text()) > 64 or len(metadata[key].text()) > 512:
             raise metadata.must_be("an object with keys of up to 64 and values of up to 512 characters")
+
+
+def _check_stream_options(body: ResponsesRequest) -> None:
+    """A stream of responses has its usage always, at its end."""
+    if body.stream_options is None:
+        return
+    if not body.stream:
+        raise invalid("stream_options", "'stream_options' is allowed only with 'stream': true.")
+    if body.stream_options.continuous_usage_stats:
+        place = Place(True, "stream_options.continuous_usage_stats")
+        raise place.unsupported("usage comes with the last event")
 
 
 def seal(reasoning: str) -> str:

@@ -26,8 +26,10 @@ Prompt = str | list[int]
 
 def check_text(value: str) -> str:
     """JSON can spell half of a surrogate pair, which is no character and cannot be encoded."""
-    if re.search("[\ud800-\udfff]", value):
-        raise ValueError("text with an unpaired surrogate is not Unicode")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("text with an unpaired surrogate is not Unicode") from None
     return value
 
 

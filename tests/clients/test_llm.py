@@ -53,6 +53,8 @@ def test_a_prompt_is_answered_the_same_streamed_and_whole(ask: Ask, model: str, 
     streamed = ask("-m", model, prompt, *OPTIONS)
     assert whole.strip()
     assert streamed == whole
+    if model == "completion":
+        return  # for which llm does not ask for the usage of a stream
     logged = json.loads(ask("logs", "--json", "-n", "2"))
     assert logged[0]["input_tokens"] == logged[1]["input_tokens"] > 0
     assert logged[0]["output_tokens"] == logged[1]["output_tokens"] > 0

@@ -242,7 +242,13 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """What the path takes. Starlette names the methods of the first route that has the path, of several or not."""
+    """What the path takes. Starlette names the methods of the first route that has the path, of several or not.
+
+    A path of its own keeps to its own methods, though a route with a parameter may have it too.
+    """
+    own = request.app.openapi()["paths"].get(request.url.path)
+    if own is not None:
+        return sorted(method.upper() for method in own)
     return [
         method
         for method in _METHODS

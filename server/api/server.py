@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from server.api.app import create_app
+from server.api.errors import APIError
 from server.api.http1 import IDLE_CONNECTION_SECONDS, Protocol
 from server.api.ports import Engine
 from server.api.service import Service
@@ -187,8 +188,25 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
+def _check_template(service: Service) -> bool:
+    """Loads the chat template and tells what it shows; False if the one that the operator names cannot be used."""
+    tokenizer = service.engine.tokenizer
+    assert tokenizer is not None, "the engine is ready"
+    try:
+        template = service.chat_template(tokenizer)
+    except APIError as error:
+        if service.settings.chat_template is not None:
+            logger.error("cannot serve: %s", error.message)
+            return False
+        logger.warning("%s", error.message)
+    else:
+        logger.info("chat    tool calls in the form of %s", template.reply_format.name)
+    return True
+
+
 async def _until_stopped(engine: Engine, service: Service, stopping: asyncio.Event, url: str) -> int:
-    """Waits for a signal: 0. An engine that dies before it was ready has nothing to serve: 1.
+    """Waits for a signal: 0. An engine that dies before it was ready has nothing to serve: 1, and so has a server
+    whose operator names a chat template that cannot be used.
 
     One that dies later leaves the port open, so that probes and people can read why.
     """
@@ -198,6 +216,8 @@ async def _until_stopped(engine: Engine, service: Service, stopping: asyncio.Eve
             logger.error("cannot serve: %s", status.detail)
             return 1
         if status.phase is Phase.READY:
+            if not await service.in_worker(_check_template, service):
+                return 1
             logger.info("ready: %s", url)
             await stopping.wait()
             break

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from starlette.requests import Request
 
-from server.api.chat.dialect import Dialect, load_dialect
+from server.api.chat.template import load_template
 from server.api.errors import APIError, show, unavailable
 from server.api.ports import Engine
 from server.config import ServeSettings
@@ -22,6 +22,7 @@ from server.metrics import Metrics
 
 if TYPE_CHECKING:
     from server.api.tracing import Tracer
+    from server.text.chat_template import ChatTemplate
     from server.text.grammar import GrammarCompiler
     from server.text.tokenizer import Tokenizer
 
@@ -68,7 +69,7 @@ class Service:
         self.preparing = 0
         self._tracer = tracer
         self._open: dict[str, list[OpenRequest]] = {}
-        self._dialect: Dialect | None = None
+        self._template: ChatTemplate | None = None
         self._grammars: GrammarCompiler | None = None
         self._serial = itertools.count()
         self._seeds = Random(secrets.randbits(64) if settings.seed is None else settings.seed)
@@ -97,11 +98,11 @@ class Service:
         """Distinguishes concurrent requests that arrived under one request id."""
         return next(self._serial)
 
-    def dialect(self, tokenizer: Tokenizer) -> Dialect:
-        """How the model is talked to, made at the first call; call it in a worker. Raises APIError."""
-        if self._dialect is None:
-            self._dialect = load_dialect(tokenizer, self.settings)
-        return self._dialect
+    def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """Made at the first call; call it in a worker. Raises APIError."""
+        if self._template is None:
+            self._template = load_template(tokenizer, self.settings)
+        return self._template
 
     def grammars(self) -> GrammarCompiler:
         """The compiler of grammars, made at the first call; call it in a worker. Raises APIError, GrammarError."""

@@ -40,7 +40,7 @@ async def count_tokens(
         served_name(body.model, model)
         with renamed(names):
             tools = [] if resolve_choice(body.tools, body.tool_choice) == "none" else body.tools
-            rendered = render_prompt(body, tools, service.dialect(tokenizer), model, field)
+            rendered = render_prompt(body, tools, service.chat_template(tokenizer), model, field)
         return len(rendered.ids), translated
 
     worker = service.in_large_worker if len(data) > LARGE_BODY else service.in_worker

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from server.api.chat.dialect import Dialect
 from server.api.chat.grammar import reply_structure
 from server.api.chat.messages import num_characters
 from server.api.chat.tools import resolve_choice
@@ -23,7 +22,7 @@ from server.api.structure import constrainer, structure_of
 from server.generation import GenerationRequest, ModelCard
 
 if TYPE_CHECKING:
-    from server.text.chat_template import Rendered
+    from server.text.chat_template import ChatTemplate, Rendered
     from server.text.formats import ReplyFormat
     from server.text.reply import ReplyParser
     from server.text.tokenizer import Tokenizer
@@ -127,14 +126,14 @@ async def prepare(
     answer = structure_of(body)
     tools = [] if choice == "none" else body.tools
 
-    def build() -> tuple[Dialect, Rendered, list[GenerationRequest]]:
-        dialect = service.dialect(tokenizer)
+    def build() -> tuple[ReplyFormat, Rendered, list[GenerationRequest]]:
+        template = service.chat_template(tokenizer)
         _check_length(body, tokenizer, model, field)
-        rendered = render_prompt(body, tools, dialect, model, field)
+        rendered = render_prompt(body, tools, template, model, field)
         cap = output_cap(max_tokens, len(rendered.ids), model, field)
         constrain = None
         parallel = body.parallel_tool_calls is not False
-        structure = reply_structure(tools, choice, parallel, answer, dialect.format, rendered.text)
+        structure = reply_structure(tools, choice, parallel, answer, template.reply_format, rendered.text)
         if structure is not None:
             constrain = constrainer(service, structure.spec, structure.param, ignore_eos=body.ignore_eos is True)
         seed = service.fresh_seed() if body.seed is None else body.seed
@@ -148,19 +147,19 @@ async def prepare(
             endpoint=endpoint,
             streaming=bool(body.stream),
             tenant=exchange.tenant,
-            shown_special_ids=dialect.format.marker_ids,
+            shown_special_ids=template.reply_format.marker_ids,
             constrain=constrain,
         )
-        return dialect, rendered, requests
+        return template.reply_format, rendered, requests
 
-    dialect, rendered, requests = await worker(build)
+    reply_format, rendered, requests = await worker(build)
     headers = {IGNORED_HEADER: ignored_header(translated.unknown)} if translated.unknown else {}
     return ChatJob(
         body,
         exchange.request_id,
         name,
         tokenizer,
-        dialect.format,
+        reply_format,
         tools,
         rendered.text,
         requests,
@@ -202,17 +201,17 @@ def _check_together(body: ChatRequest, max_tokens: int, most: int) -> None:
 
 
 def render_prompt(
-    body: ChatRequest, tools: Sequence[Mapping[str, Any]], dialect: Dialect, model: ModelCard, field: str
+    body: ChatRequest, tools: Sequence[Mapping[str, Any]], template: ChatTemplate, model: ModelCard, field: str
 ) -> Rendered:
     """The prompt, however long. Raises APIError 400."""
     from server.text.chat_template import TemplateFailed
 
     continues = bool(body.continue_final_message)
     starts = not continues if body.add_generation_prompt is None else body.add_generation_prompt
-    kwargs = _template_kwargs(body, dialect.template.source)
+    kwargs = _template_kwargs(body, template.source)
     try:
-        rendered = dialect.template.render(
-            _roles(body.messages, dialect.template.source),
+        rendered = template.render(
+            _roles(body.messages, template.source),
             tools=list(tools) or None,
             add_generation_prompt=starts,
             continue_final_message=continues,

@@ -136,7 +136,7 @@ def _tokenize(
         body = parse(TokenizeChat, raw)
         served_name(body.model, model)
         tools = [] if resolve_choice(body.tools, body.tool_choice) == "none" else body.tools
-        ids = render_prompt(body, tools, service.dialect(tokenizer), model, "messages").ids
+        ids = render_prompt(body, tools, service.chat_template(tokenizer), model, "messages").ids
     strings = _written(tokenizer.token_strings(ids)) if body.return_token_strs else "null"
     head = f'{{"count": {len(ids)}, "max_model_len": {model.max_model_len}'
     return f'{head}, "tokens": {_written(ids)}, "token_strs": {strings}}}', unknown

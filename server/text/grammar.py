@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -36,7 +37,13 @@ MAX_CHOICES = 10_000
 MAX_GRAMMAR = 64 * 1024
 MAX_NESTING = 96
 MAX_REPETITION = 100_000
-_CACHED = 128
+_CACHED = 64
+_UNWRITABLE = "nothing that the grammar permits can be written with the model's tokens"
+# How long one text may keep its neighbours waiting: seconds in all, and more for each token. No single operation counts
+# for more than a part of it, since a busy machine may have been what took the time.
+_SECONDS = 2.0
+_SECONDS_PER_TOKEN = 0.025
+_MOST_SECONDS = 0.5
 _JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -159,19 +166,32 @@ class GrammarState:
         self._matcher = matcher
         self._ends = ends
         self._ignore_eos = ignore_eos
+        self._seconds_left = _SECONDS
         self._buffer = np.zeros(ends.matcher_words, dtype=np.int32)
 
     def fill_mask(self, mask: Int32Array) -> None:
+        begun = time.perf_counter()
         self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
-        if self._matcher.is_error():  # the library then permits the end alone
-            raise ConstraintFailed(f"the grammar became too complex: {_first_line(self._matcher.get_error())}")
+        self._check(time.perf_counter() - begun)
         self._ends.write(self._buffer, mask, self._ignore_eos)
         if not mask.any() and self._ends.eos_token_ids:
-            raise ConstraintFailed("what the grammar permits next cannot be written with the model's tokens")
+            raise ConstraintFailed(_UNWRITABLE)
 
     def accept(self, token_id: int) -> None:
-        if not self._matcher.consume_token(token_id):
-            raise ConstraintFailed(f"the grammar became too complex: {_first_line(self._matcher.get_error())}")
+        begun = time.perf_counter()
+        self._matcher.consume_token(token_id)
+        self._check(time.perf_counter() - begun - _SECONDS_PER_TOKEN)
+
+    def _check(self, seconds: float) -> None:
+        """After an operation that took so long; in error, the library would permit the end of the text alone."""
+        if self._matcher.is_error():
+            problem = _first_line(self._matcher.get_error())
+            if problem.startswith("NoExtension"):
+                raise ConstraintFailed(_UNWRITABLE)
+            raise ConstraintFailed(f"the grammar cannot be followed further: {problem}")
+        self._seconds_left -= min(seconds, _MOST_SECONDS)
+        if self._seconds_left < 0:
+            raise ConstraintFailed("the grammar is so complex that it takes too long to follow")
 
     @property
     def finished(self) -> bool:
@@ -216,8 +236,32 @@ class _Vocabulary:
         self.eos_token_id = ends.library_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
 
+        self._ids = {data: token_id for token_id, data in enumerate(self.tokens) if data}
+        for token_id in self.special_token_ids:
+            self._ids.pop(self.tokens[token_id], None)
+        self._plain = set(range(len(self.tokens))) - set(self.special_token_ids)
+        self._longest = max(map(len, self._ids), default=1)
+
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text if isinstance(text, str) else text.decode(), add_special_tokens=False)
+        """Tokens that spell exactly this text, where there are such: how the library writes what a grammar forces.
+
+        They are the tokenizer's own unless it adds to a text, like SentencePiece's space at the start, or takes it for
+        a special token.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        ids = self._tokenizer.encode(data.decode(errors="replace"), add_special_tokens=False)
+        if all(token_id in self._plain for token_id in ids) and b"".join(map(self.tokens.__getitem__, ids)) == data:
+            return ids
+        ids = []
+        start = 0
+        while start < len(data):
+            lengths = range(min(self._longest, len(data) - start), 0, -1)
+            length = next((length for length in lengths if data[start : start + length] in self._ids), None)
+            if length is None:
+                return ids
+            ids.append(self._ids[data[start : start + length]])
+            start += length
+        return ids
 
 
 def _vocabulary(tokenizer: Tokenizer, ends: _Ends) -> LLTokenizer:
@@ -353,8 +397,8 @@ def _explain(problem: str, schemas: list[dict[str, Any]]) -> str:
         return f"'$ref' to '#{found[1][:100]}', which does not exist"
     if found := re.match(r"Unsatisfiable schema: (.*)", problem):
         return f"the schema permits no value: {found[1][:300]}"
-    if found := re.match(r"regex parse error:\n +(.*)\n(?:.*\n)*error: (.*)", problem):
-        return f"the pattern '{found[1][:100]}' is not supported: {found[2][:200]}"
+    if found := re.search(r"regex parse error:\n +(.*)\n(?:.*\n)*?error: (.*)", problem):
+        return f"the expression '{found[1][:100]}' is not supported: {found[2][:200]}"
     return _first_line(problem)
 
 

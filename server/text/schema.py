@@ -13,6 +13,7 @@ are put into those that the library knows.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from decimal import Decimal
@@ -23,8 +24,10 @@ MAX_BYTES = 256 * 1024
 MAX_DEPTH = 96
 MAX_SCHEMAS = 10_000
 MAX_PROPERTIES = 1000
+MAX_REFERENCES = 1000
+MAX_ITEMS = 10_000
 MAX_STRING = 4096
-# A multiple of n is told by an automaton of n states, which takes time and memory in proportion.
+# A multiple of n is told by an automaton of n states, and one of several numbers by one of their common multiple's.
 MAX_MULTIPLE = 10_000
 
 Schema: TypeAlias = dict[str, Any]
@@ -111,8 +114,8 @@ def _check_size(value: Any) -> None:
         if depth == MAX_DEPTH:
             raise SchemaError(f"the schema is nested more than {MAX_DEPTH} deep")
         level = inner
-    if count > 8 * MAX_SCHEMAS:
-        raise SchemaError(f"the schema has more than {8 * MAX_SCHEMAS} values")
+    if count > 4 * MAX_SCHEMAS:
+        raise SchemaError(f"the schema has more than {4 * MAX_SCHEMAS} values")
 
 
 def _children(schema: Schema, where: str) -> Iterator[tuple[str, Any]]:
@@ -146,6 +149,7 @@ class _Rewrite:
     def __init__(self) -> None:
         self._count = 0
         self._multiples = 1
+        self._squares = 0
 
     def schema(self, schema: Schema, where: str) -> None:
         self._count += 1
@@ -167,11 +171,17 @@ class _Rewrite:
         if "propertyNames" in schema:
             _name_properties(schema, where)
         self._objects(schema, where)
+        self._arrays(schema, where)
         for place, child in _children(schema, where):
             if isinstance(child, dict):
                 self.schema(child, place)
             elif not isinstance(child, bool):
                 raise SchemaError(f"{place} must be a schema (an object or a boolean), not {_kind(child)}")
+
+    def _arrays(self, schema: Schema, where: str) -> None:
+        least = schema.get("minItems")
+        if isinstance(least, int) and least > MAX_ITEMS:
+            raise SchemaError(f"'minItems' of {least} at {where} is too many; {MAX_ITEMS} are possible")
 
     def _strings(self, schema: Schema, where: str) -> None:
         patterns = schema.get("patternProperties")
@@ -187,14 +197,22 @@ class _Rewrite:
         if isinstance(multiple, bool) or not isinstance(multiple, int | float) or multiple <= 0:
             return  # absent, or for the library to refuse
         digits = int("".join(map(str, Decimal(str(multiple)).normalize().as_tuple().digits)))
-        self._multiples *= digits
-        if max(digits, self._multiples) > MAX_MULTIPLE * MAX_MULTIPLE or digits > MAX_MULTIPLE:
-            raise SchemaError(f"'multipleOf' at {where} has too many digits: {MAX_MULTIPLE} is the greatest possible")
+        self._multiples = math.lcm(self._multiples, digits)
+        if self._multiples > MAX_MULTIPLE:
+            raise SchemaError(
+                f"'multipleOf' at {where} has too many digits: the least common multiple of all in a schema, decimal "
+                f"points left out, may be up to {MAX_MULTIPLE}"
+            )
 
     def _objects(self, schema: Schema, where: str) -> None:
         properties = schema.get("properties")
-        if isinstance(properties, dict) and len(properties) > MAX_PROPERTIES:
-            raise SchemaError(f"{where} has {len(properties)} properties; {MAX_PROPERTIES} are possible")
+        if isinstance(properties, dict):
+            self._squares += len(properties) ** 2  # as the time to compile them
+            if self._squares > MAX_PROPERTIES**2:
+                raise SchemaError(
+                    f"the {len(properties)} properties at {where} are too many; {MAX_PROPERTIES} are possible in one "
+                    "object, fewer where there are further large ones"
+                )
         least, required = schema.get("minProperties"), schema.get("required")
         has_free_names = schema.get("additionalProperties") is not False or "patternProperties" in schema
         if isinstance(least, int) and has_free_names:
@@ -242,6 +260,12 @@ def _class_operator(pattern: str) -> str | None:
     return None
 
 
+def _own_reference(schema: Schema) -> str | None:
+    """What the schema refers to, where that is a place in the same document."""
+    reference = schema.get("$ref")
+    return reference if isinstance(reference, str) and reference.startswith("#") else None
+
+
 class _Finite:
     """Whether a schema has a finite value: the least fixed point over its references.
 
@@ -250,22 +274,30 @@ class _Finite:
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        self._known: dict[str, bool] = {}  # references, none of them finite until shown to be
+        self._known = {reference: False for _, node in _walk(root, "#") if (reference := _own_reference(node))}
+        if len(self._known) > MAX_REFERENCES:
+            raise SchemaError(f"the schema refers to {len(self._known)} places; {MAX_REFERENCES} are possible")
 
     def has_value(self) -> bool:
-        while True:
-            before = dict(self._known)
-            finite = self._schema(self._root)
-            for reference in list(self._known):
-                self._known[reference] = self._schema(self._target(reference))
-            if self._known == before:
-                return finite
+        targets = {reference: self._target(reference) for reference in self._known}
+        users: dict[str, list[str]] = {reference: [] for reference in targets}
+        for reference, target in targets.items():
+            nodes = _walk(target, "") if isinstance(target, dict) else ()
+            for used in {used for _, node in nodes if (used := _own_reference(node))}:
+                users.setdefault(used, []).append(reference)
+        pending = list(targets)
+        while pending:
+            reference = pending.pop()
+            if not self._known[reference] and self._schema(targets[reference]):
+                self._known[reference] = True
+                pending += users[reference]
+        return self._schema(self._root)
 
     def _schema(self, schema: Any) -> bool:
         if not isinstance(schema, dict):
             return schema is not False
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and reference.startswith("#") and not self._known.setdefault(reference, False):
+        reference = _own_reference(schema)
+        if reference and not self._known.get(reference, True):
             return False
         if any(not self._schema(part) for part in schema.get("allOf", ())):
             return False

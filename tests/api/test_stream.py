@@ -135,3 +135,12 @@ async def test_tops_that_read_the_same_stay_apart(served: Served) -> None:
         ["🦜", "bytes:\\x9d", "bytes:\\x9e"],
     ]
     json.dumps(logprobs, allow_nan=False)
+
+
+async def test_no_comments_where_none_are_wanted(serve: Serve) -> None:
+    async with serve(sse_keep_alive=0) as served:
+        served.engine.gate.clear()
+        answer = asyncio.create_task(served.post(prompt="x", stream=True))
+        await asyncio.sleep(0.1)
+        served.engine.release()
+        assert b"keep-alive" not in (await answer).content

@@ -379,7 +379,7 @@ async def test_an_input_that_no_queue_holds(talk: Talk) -> None:
 
 
 async def test_there_is_nothing_to_find(served: Served) -> None:
-    paths = (("GET", "/resp_1"), ("DELETE", "/resp_1"), ("GET", "/resp_1/input_items"), ("POST", "/x/cancel"))
+    paths = (("GET", "/resp_1"), ("DELETE", "/resp_1"), ("GET", "/resp_1/input_items"), ("POST", "/resp_1/cancel"))
     for method, path in paths:
         error = check_error(await served.client.request(method, PATH + path), 404)
         assert "keeps no responses" in error["message"]
@@ -395,6 +395,9 @@ async def test_input_tokens(talk: Talk) -> None:
     assert count.input_tokens == whole.usage.input_tokens
     assert count.object == "response.input_tokens"
     assert len(engine.streams) == 1
+    chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]}
+    response = await served.client.post("/v1/chat/completions/input_tokens", json=chat)
+    assert response.json() == {"input_tokens": len("system:Be brief.|user:Hi|assistant:")}
 
 
 def test_turns() -> None:

@@ -53,10 +53,10 @@ def _translate(raw: Mapping[str, Any]) -> Translated:
         return Translated(parse(ChatRequest, chat), unknown, body)
 
 
-@router.get("/{response_id}")
-@router.delete("/{response_id}")
-@router.get("/{response_id}/input_items")
-@router.post("/{response_id}/cancel")
-async def find_response(response_id: str) -> Response:
+@router.get("/resp_{rest}")
+@router.delete("/resp_{rest}")
+@router.get("/resp_{rest}/input_items")
+@router.post("/resp_{rest}/cancel")
+async def find_response(rest: str) -> Response:
     """None is kept, so there is none to find."""
     raise APIError(404, f"There are no stored responses: {STATELESS}.", param="response_id", code="response_not_found")

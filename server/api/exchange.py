@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.errors import internal_error, is_messages, show
+from server.api.errors import internal_error, is_messages
 from server.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _MESSAGES_ID_HEADER = b"request-id"  # where Anthropic's clients look for it
 UNMATCHED = "unmatched"
 """The route of what reached none, in metrics and log: a path would make endless series."""
 
+_LONGEST_PATH = 100
 _METHODS = frozenset({"DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT"})
 _PROBES = frozenset({"/health", "/ready", "/metrics", "/load"})
 
@@ -120,7 +121,7 @@ class ExchangeMiddleware:
             "tenant": exchange.tenant or None,
             "method": method,
             "route": route,
-            "path": show(scope["path"]) if route is UNMATCHED else None,
+            "path": scope["path"][:_LONGEST_PATH] if route is UNMATCHED else None,
             "status": status or 499,
             "outcome": exchange.outcome,
             "total_ms": round(seconds * 1000, 1),

@@ -9,6 +9,7 @@ import pytest
 
 import server
 from server.generation import Phase
+from server.logs import JsonFormatter, TextFormatter
 from tests.api.conftest import PATH, Serve, Served, parse_events
 from tests.api.fake_engine import FakeEngine
 
@@ -184,10 +185,11 @@ async def test_a_path_without_a_route_is_logged_short_and_plain(
     await served.client.get("/%0aevil%1b[31m/" + "x" * 3000)
     (record,) = (record for record in caplog.records if record.name == "server.api.exchange")
     assert vars(record)["route"] == "unmatched"
-    path = vars(record)["path"]
-    assert path.startswith('"/\\nevil\\u001b[31m/xxx')
-    assert len(path) < 130
-    assert path.isprintable()
+    assert len(vars(record)["path"]) == 100
+    for formatter in (TextFormatter(), JsonFormatter()):
+        line = formatter.format(record)
+        assert "evil" in line
+        assert line.isprintable()
 
 
 async def test_load(served: Served) -> None:

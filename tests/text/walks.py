@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from server.step import Constraint
+from server.step import Constraint, Int64Array
 from server.text.tokenizer import Tokenizer
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -19,11 +19,16 @@ SCHEMAS: list[dict[str, Any]] = [
 """Entries with `name`, `schema` and, where it cannot be honoured, a part of the refusal as `refused`."""
 
 
-def permitted(constraint: Constraint, vocab_size: int) -> list[int]:
+def _permitted(constraint: Constraint, vocab_size: int) -> Int64Array:
     mask = np.zeros(-(-vocab_size // 32), dtype=np.int32)
     constraint.fill_mask(mask)
-    ids: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-    assert all(token_id < vocab_size for token_id in ids)
+    ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+    assert ids[-1] < vocab_size
+    return ids
+
+
+def permitted(constraint: Constraint, vocab_size: int) -> list[int]:
+    ids: list[int] = _permitted(constraint, vocab_size).tolist()
     return ids
 
 
@@ -35,22 +40,22 @@ class Walker:
         self.vocab_size = vocab_size
         self.ends = set(eos_token_ids)
         spelled = [tokenizer.token_bytes(token_id) or b"" for token_id in range(vocab_size)]
-        self._short = {token_id for token_id, data in enumerate(spelled) if len(data) <= 2}
-        self._closing = {token_id for token_id, data in enumerate(spelled) if data in (b'"', b"}", b"]", b'"}', b'",')}
+        self._short = np.array([len(data) <= 2 for data in spelled])
+        self._closing = np.array([data in (b'"', b"}", b"]", b'"}', b'",') for data in spelled])
 
     def walk(self, constraint: Constraint, rng: Random, limit: int = 200) -> str | None:
         """The text, None where it has not ended after `limit` tokens."""
         ids: list[int] = []
         for _ in range(limit):
-            choices = permitted(constraint, self.vocab_size)
-            if self.ends & set(choices) and (rng.random() < 0.5 or self.ends >= set(choices)):
+            choices = _permitted(constraint, self.vocab_size)
+            others = np.setdiff1d(choices, list(self.ends), assume_unique=True)
+            if len(others) < len(choices) and (rng.random() < 0.5 or not len(others)):
                 return self._text(ids)
-            choices = [token_id for token_id in choices if token_id not in self.ends]
             for preferred, chance in ((self._closing, 0.3), (self._short, 0.6)):
-                liked = [token_id for token_id in choices if token_id in preferred]
-                if liked and rng.random() < chance:
-                    choices = liked
-            ids.append(rng.choice(choices))
+                liked = others[preferred[others]]
+                if len(liked) and rng.random() < chance:
+                    others = liked
+            ids.append(int(others[rng.randrange(len(others))]))
             constraint.accept(ids[-1])
             if constraint.finished:
                 return self._text(ids)

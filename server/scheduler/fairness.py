@@ -9,6 +9,7 @@ tenants both have requests waiting, what they get differs by no more than the ba
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
@@ -26,19 +27,34 @@ class TokenCounters:
     def __init__(self) -> None:
         self._served: dict[str, int] = {}
         self._waiting: Counter[str] = Counter()  # requests in the queue, of the tenants that have some
+        self._preempted: list[Request] = []  # those of them that have run, by order
+        self._queues: dict[str, list[Request]] = {}  # the others of each tenant that has some, by rank
         self._last: str | None = None  # the tenant whose last request left the queue most recently
 
-    def enter(self, tenant: str) -> None:
-        """A request of the tenant has come to the queue, new or preempted."""
+    def enter(self, request: Request) -> None:
+        """A request has come to the queue, new or preempted."""
+        tenant = request.tenant
         if tenant not in self._waiting:
             own = self._served.get(tenant, 0)
             others = [self._served[other] for other in self._waiting]
             floor = min(others) if others else self._served[self._last] if self._last is not None else 0
             self._served[tenant] = max(own, floor)
         self._waiting[tenant] += 1
+        if request.num_preemptions:
+            insort(self._preempted, request, key=_order)
+        else:
+            insort(self._queues.setdefault(tenant, []), request, key=_rank)
 
-    def leave(self, tenant: str) -> None:
-        """A request of the tenant has left the queue, to run or for good."""
+    def leave(self, request: Request) -> None:
+        """A request has left the queue, to run or for good."""
+        tenant = request.tenant
+        if request.num_preemptions:
+            del self._preempted[bisect_left(self._preempted, _order(request), key=_order)]
+        else:
+            queue = self._queues[tenant]
+            del queue[bisect_left(queue, _rank(request), key=_rank)]
+            if not queue:
+                del self._queues[tenant]
         self._waiting[tenant] -= 1
         if not self._waiting[tenant]:
             del self._waiting[tenant]
@@ -51,21 +67,15 @@ class TokenCounters:
     def served(self, tenant: str) -> int:
         return self._served.get(tenant, 0)
 
-    def in_turn(self, waiting: Iterable[Request]) -> Iterator[Request]:
+    def in_turn(self) -> Iterator[Request]:
         """The queue in the order of admission: the preempted, whose tenants have paid already, then fairly.
 
         Within a tenant the order is by priority, then arrival. What is charged between two requests counts for the
-        second. `waiting` may change meanwhile; its requests of the first call are the ones that come.
+        second. Requests may leave meanwhile; those of the first call are the ones that come.
         """
-        queues: dict[str, deque[Request]] = {}
-        preempted: list[Request] = []
-        for request in sorted(waiting, key=lambda request: (request.priority, request.arrival)):
-            if request.num_preemptions:
-                preempted.append(request)
-            else:
-                queues.setdefault(request.tenant, deque()).append(request)
-        yield from sorted(preempted, key=lambda request: request.arrival)
+        yield from self._preempted.copy()
 
+        queues = {tenant: deque(queue) for tenant, queue in self._queues.items()}
         turns = [(self._served[tenant], queue[0].arrival, tenant) for tenant, queue in queues.items()]
         heapify(turns)
         while turns:
@@ -77,4 +87,17 @@ class TokenCounters:
 
     def check_integrity(self, waiting: Iterable[Request]) -> None:
         """Raises AssertionError if the queue is another than this one has been told."""
-        assert self._waiting == Counter(request.tenant for request in waiting), "a tenant's queue was miscounted"
+        kept = [*self._preempted, *(request for queue in self._queues.values() for request in queue)]
+        assert sorted(kept, key=_order) == sorted(waiting, key=_order), "a request is missing in the queue, or lost"
+        assert self._waiting == Counter(request.tenant for request in kept), "a tenant's queue was miscounted"
+        assert all(self._queues.values()), "a tenant without requests has a queue"
+        for queue, key in ((self._preempted, _order), *((queue, _rank) for queue in self._queues.values())):
+            assert queue == sorted(queue, key=key), "a queue is out of order"
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return request.order
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival

@@ -31,15 +31,16 @@ class Request:
     constraint: the grammar that the output follows; the scheduler only hands it on.
     read_cache: whether it may use blocks that others computed; its own are offered to them all the same.
     leader: a sibling with the same prompt which is to compute it first, so that this one finds it in the prefix cache.
+    followers: the siblings whose leader it is, until it is over; kept by the scheduler.
     tenant: whom its tokens are counted for, where the batch is shared fairly.
     order: who goes first in the batch, and whoever is last by it is preempted first; set by the scheduler.
     """
 
     __slots__ = (
-        "arrival", "block_ids", "chain", "constraint", "keys", "leader", "max_tokens", "node", "num_blocks",
-        "num_cached", "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_published", "num_scored",
-        "num_tokens", "order", "params", "priority", "prompt_logprobs", "read_cache", "request_id", "salt", "status",
-        "tenant", "token_ids",
+        "arrival", "block_ids", "chain", "constraint", "followers", "keys", "leader", "max_tokens", "node",
+        "num_blocks", "num_cached", "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_published",
+        "num_scored", "num_tokens", "order", "params", "priority", "prompt_logprobs", "read_cache", "request_id",
+        "salt", "status", "tenant", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +68,7 @@ class Request:
         self.read_cache = read_cache
         self.prompt_logprobs = prompt_logprobs
         self.leader = leader
+        self.followers: list[Request] = []
         self.constraint = constraint
         self.tenant = tenant
         self.arrival = -1  # set by the scheduler

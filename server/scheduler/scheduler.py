@@ -10,7 +10,8 @@ It has no clock, no threads and no tensors, so the same calls always lead to the
 Why everything finishes. A request is refused on arrival unless it fits the pool alone. Admission takes the blocks of
 the whole prompt, so two half-computed prompts cannot starve each other. When blocks run out, the last request by
 its `order` is preempted and goes back to its place at the front of the queue, so the first running request can always
-take what it needs from the others and each step computes at least one token of it.
+take what it needs from the others and each step computes at least one token of it. The order is that of priority and
+arrival; where tenants share fairly, that in which requests started.
 
 Why nobody stalls. Each step computes at most `max_num_batched_tokens` tokens. Decoding requests take theirs first, one
 each, so a long prompt delays them by no more than one such step; the rest, at least `block_size` tokens, goes to
@@ -19,7 +20,7 @@ prompts in order, so decoding never starves a prompt.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -116,6 +117,7 @@ class Scheduler:
         self.counters = TokenCounters() if config.policy == "fair" else None
         self._in_flight: list[tuple[Request, int]] = []
         self._arrivals = 0
+        self._starts = 0
         self._steps = 0
         self._blocked_by: WaitingReason = "token_budget"
         self._preemptions = 0
@@ -143,6 +145,8 @@ class Scheduler:
         # Between tenants nobody's priority may count, or each would claim the highest.
         request.order = (request.priority if self.counters is None else 0, request.arrival)
         self._arrivals += 1
+        if request.leader is not None and request.leader.status is not Status.FINISHED:
+            request.leader.followers.append(request)
         self._enqueue(request)
 
     def abort(self, request: Request) -> None:
@@ -156,6 +160,7 @@ class Scheduler:
         elif request.status is Status.WAITING:
             self._dequeue(request)
         request.status = Status.FINISHED
+        request.followers.clear()  # who points back at it
 
     def preempt(self, request: Request) -> None:
         """Take a running request's blocks and put it back to its place in the queue; its tokens are computed again.
@@ -261,7 +266,7 @@ class Scheduler:
         return failed
 
     def stats(self) -> SchedulerStats:
-        shared = sum(self._awaits_leader(request) for request in self.waiting)
+        shared = sum(self._awaits_leader(request) for request in self.waiting if request.leader is not None)
         by_reason: dict[str, int] = dict.fromkeys(WAITING_REASONS, 0)
         by_reason["shared_prompt"] = shared
         by_reason[self._blocked_by] += len(self.waiting) - shared
@@ -302,20 +307,22 @@ class Scheduler:
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)
         if self.counters is not None:
-            self.counters.enter(request.tenant)
+            self.counters.enter(request)
 
     def _dequeue(self, request: Request) -> None:
-        self.waiting.remove(request)
+        del self.waiting[bisect_left(self.waiting, request.order, key=_order)]
         if self.counters is not None:
-            self.counters.leave(request.tenant)
+            self.counters.leave(request)
 
     def _hand_over(self, leader: Request) -> None:
         """The next of the siblings that wait for a prompt computes it, when `leader` will not."""
-        heir = None
-        for request in self.waiting:
-            if request.leader is leader:
+        waiting = sorted((request for request in leader.followers if request.status is Status.WAITING), key=_order)
+        if waiting:
+            heir, *others = waiting
+            heir.leader = None
+            heir.followers += others
+            for request in others:
                 request.leader = heir
-                heir = heir or request
 
     def _has_block_for_next_token(self, request: Request) -> bool:
         """Make sure the next token of a decoding request has a slot; False when no block is left."""
@@ -336,12 +343,16 @@ class Scheduler:
 
     def _admit(self, scheduled: list[tuple[Request, int]], budget: int, score_budget: int) -> None:
         """Move requests from the queue into the batch, in order, until one does not fit."""
-        for request in list(self.waiting) if self.counters is None else self.counters.in_turn(self.waiting):
+        queue = iter(self.waiting.copy()) if self.counters is None else self.counters.in_turn()
+        while True:
             if len(self.running) >= self.config.max_num_seqs:
                 self._blocked_by = "slots"
                 return
             if not budget:
                 self._blocked_by = "token_budget"
+                return
+            request = next(queue, None)
+            if request is None:
                 return
             if self._awaits_leader(request):
                 continue
@@ -356,15 +367,16 @@ class Scheduler:
 
     def _awaits_leader(self, request: Request) -> bool:
         """Whether a sibling is about to compute, into the prefix cache, the prompt this request shares with it."""
+        # Asked of the whole queue at every step, so the fields are read as they are.
         leader = request.leader
         return (
-            self.prefix_cache is not None
-            and leader is not None
+            leader is not None
             and leader.status is not Status.FINISHED
-            and not leader.prompt_is_computed
-            and request.num_outputs == 0
-            and request.is_scored
+            and leader.num_computed < leader.num_prompt
+            and request.num_tokens == request.num_prompt
             and request.read_cache
+            and self.prefix_cache is not None
+            and request.is_scored
         )
 
     def _take_blocks(self, request: Request) -> bool:
@@ -382,6 +394,9 @@ class Scheduler:
             return False
 
         self._dequeue(request)
+        if self.counters is not None and request.num_preemptions == 0:
+            request.order = (-1, self._starts)  # whose turn came later gives way first, and not who arrived later
+            self._starts += 1
         self.pool.acquire(hits)  # before allocating, which might otherwise evict them
         request.append_blocks(hits)
         request.append_blocks(self.pool.allocate(needed, after=hits[-1] if hits else None))

@@ -109,13 +109,14 @@ def test_idleness_saves_up_nothing() -> None:
 
 def test_the_first_to_return_is_level_with_the_last_to_leave() -> None:
     counters = TokenCounters()
-    counters.enter("a")
-    counters.leave("a")
+    first, other = (Request("r", [1], SamplingParams(), 1, tenant=tenant) for tenant in ("a", "b"))
+    counters.enter(first)
+    counters.leave(first)
     counters.charge("a", input_tokens=1000)
-    counters.enter("b")
+    counters.enter(other)
     assert counters.served("b") == 1000
     counters.charge("b", output_tokens=50)
-    counters.enter("a")
+    counters.enter(first)
     assert (counters.served("a"), counters.served("b")) == (1100, 1100)
 
 
@@ -148,9 +149,28 @@ def test_the_preempted_come_back_first() -> None:
     victim = next(request for request in first if request.num_preemptions)
     driver.add([9], 2, tenant="b")
     assert driver.scheduler.counters is not None
-    assert next(driver.scheduler.counters.in_turn(driver.scheduler.waiting)) is victim
+    assert next(driver.scheduler.counters.in_turn()) is victim
     driver.run()
     driver.check_outputs()
+
+
+def test_who_has_started_does_not_give_way_to_what_was_sent_earlier_and_starts_later() -> None:
+    """A greedy tenant's backlog is older than the modest one's request, and still behind it."""
+    driver = fair(num_blocks=20, max_num_seqs=8, max_num_batched_tokens=32)
+    backlog = [driver.add([seed % 7] * 8, 24, SamplingParams(seed=seed), tenant="greedy") for seed in range(40)]
+    driver.step()
+    modest = driver.add([5] * 8, 24, tenant="modest")
+    while modest.status is Status.WAITING:
+        driver.step()
+    running = set(driver.scheduler.running)
+    while modest.status is not Status.FINISHED:
+        driver.step()
+        overtaken = [request for request in running if request.status is Status.RUNNING and request is not modest]
+        assert not modest.num_preemptions or overtaken, "it gave way to a request that started after it"
+    assert sum(request.status is Status.FINISHED for request in backlog) < 8
+    driver.run()
+    driver.check_outputs()
+    driver.check_idle()
 
 
 def test_without_tenants_it_is_first_come_first_served() -> None:

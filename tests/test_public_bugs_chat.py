@@ -182,6 +182,14 @@ def test_13_all_text_parts_reach_the_model(server: Server, role: str) -> None:
     assert tried(parts("Please, please, say the word: ", "blue"))[0] > one[0]
 
 
+def test_12_a_message_is_continued_where_it_ends(server: Server, oracle: Oracle) -> None:
+    messages = [HI, {"role": "assistant", "content": "One, two,"}]
+    ids = oracle.tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+    answer = say(server, messages=messages, continue_final_message=True)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    check_same(oracle, ids, content(answer), 8)
+
+
 def test_13_and_31_nothing_is_fetched(server: Server) -> None:
     """vLLM #57157: an image was fetched from loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -195,7 +203,7 @@ def test_13_and_31_nothing_is_fetched(server: Server) -> None:
             listener.accept()
 
 
-TIME = {
+TIME: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_time",
@@ -220,6 +228,19 @@ def test_15_a_forced_call_is_made(server: Server, choice: object) -> None:
     jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
     (streamed,) = say_streamed(server, **body)["choices"][0]["message"]["tool_calls"]
     assert streamed["function"] == call["function"]
+
+
+def test_15_strict_tools_beside_a_structured_answer(server: Server) -> None:
+    """A reply is a call that fits, or an answer that does; neither constraint is dropped for the other."""
+    schema = {"type": "object", "properties": {"c": {"enum": ["red", "blue"]}}, "required": ["c"]}
+    strict = {"type": "function", "function": {**TIME["function"], "strict": True}}
+    for question in ("Which colour, red or blue?", "What time is it in UTC?"):
+        messages = [{"role": "user", "content": question}]
+        answer = say(server, messages=messages, tools=[strict], response_format=answer_in(schema), max_tokens=60)
+        message = answer["choices"][0]["message"]
+        if "tool_calls" not in message:
+            jsonschema.validate(json.loads(message["content"]), schema)
+    assert "tool_calls" not in say(server, tools=[strict], max_tokens=4)["choices"][0]["message"]
 
 
 def test_15_what_cannot_be_forced_is_refused(server: Server) -> None:

@@ -52,13 +52,14 @@ def main(
     shutdown_timeout: float = 20,
     stop_hangs: bool = False,
     max_descriptors: int | None = None,
+    chat_template: str | None = None,
 ) -> int:
     if max_descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")
     engine = Engine(load, stop_hangs)
     engine.step_seconds = step_seconds
-    settings = ServeSettings(model="tiny", shutdown_timeout=shutdown_timeout)
+    settings = ServeSettings(model="tiny", shutdown_timeout=shutdown_timeout, chat_template=chat_template)
     return asyncio.run(run(engine, Metrics(CollectorRegistry(), "tiny"), settings, bind("127.0.0.1", 0)))
 
 

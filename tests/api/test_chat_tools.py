@@ -96,9 +96,14 @@ async def test_a_stop_string_inside_a_call_makes_it_no_call_to_act_upon(talking:
 
 
 async def test_one_call_only(talking: Served) -> None:
-    choice = (await say(talking, messages=[USER], tools=TOOLS, parallel_tool_calls=False))["choices"][0]
-    assert [item["function"]["name"] for item in choice["message"]["tool_calls"]] == ["get_time"]
-    assert choice["finish_reason"] == "tool_calls"
+    """A second call and all after it is left out, and a limit that cuts only what is left out cuts nothing."""
+    engine_of(talking).reply = REPLY + "Done."
+    for limit in (None, len(REPLY.encode()) - 20):
+        body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": False, "max_tokens": limit}
+        choice = (await say(talking, **body))["choices"][0]
+        assert [item["function"]["name"] for item in choice["message"]["tool_calls"]] == ["get_time"]
+        assert choice["message"]["content"] == "Let me see."
+        assert choice["finish_reason"] == "tool_calls"
 
 
 async def test_no_calls_without_tools(talking: Served) -> None:

@@ -138,6 +138,12 @@ async def test_a_model_that_cannot_load_ends_the_process() -> None:
         assert "bloom is not supported" in server.log
 
 
+async def test_a_chat_template_that_cannot_be_used_ends_the_process() -> None:
+    async with started(chat_template="/nowhere.jinja") as server:
+        assert await server.exit_code() == 1
+        assert "--chat-template '/nowhere.jinja' is no Jinja source" in server.log
+
+
 async def test_an_engine_that_does_not_end_is_left_behind() -> None:
     async with started(stop_hangs=True) as server:
         await server.says("ready: http")

@@ -91,7 +91,7 @@ class ChatJob:
 
     @property
     def max_calls(self) -> float:
-        """How many calls one reply may have; the model is not asked before it makes further ones."""
+        """How many calls one reply may have; where no grammar holds the model to it, the reply ends with the last."""
         return 1 if self.body.parallel_tool_calls is False else float("inf")
 
     @cached_property

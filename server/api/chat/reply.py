@@ -75,6 +75,7 @@ class _Choice:
         self._parser: ReplyParser = job.parser()
         self._scores: list[ScoreBody] = []
         self._arguments: list[list[str]] = []  # of each call begun
+        self._surplus = False  # whether there was a call more than the reply may have
         # Characters fed to the parser and characters of the released tokens: they tell where a token's text ends.
         self._num_fed = 0
         self._num_released = 0
@@ -123,21 +124,26 @@ class _Choice:
         return parts
 
     def _keep(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """The parts to show, with the calls' ids, and with their arguments noted."""
+        """The parts to show, with the calls' ids, and with their arguments noted. A call too many ends the reply."""
+        if self._surplus:
+            return ()
         if len(parts) == 1 and type(parts[0]) is Content:
             return (parts[0],)
         kept: list[Part] = []
         for part in parts:
             match part:
-                case ToolCallStart() if part.index < self._job.max_calls:
+                case ToolCallStart(index, name, call_id):
+                    if index >= self._job.max_calls:
+                        self._surplus = True
+                        break
                     self._arguments.append([])
-                    kept.append(part if part.id else ToolCallStart(part.index, part.name, self._call_id(part.index)))
-                case ToolCallArguments() if part.index < self._job.max_calls:
-                    self._arguments[part.index].append(part.text)
+                    kept.append(ToolCallStart(index, name, call_id or self._call_id(index)))
+                case ToolCallArguments(index, text):
+                    self._arguments[index].append(text)
                     kept.append(part)
-                case Reasoning() if self._job.body.include_reasoning is not False:
-                    kept.append(part)
-                case Content():
+                case Reasoning() if self._job.body.include_reasoning is False:
+                    continue
+                case _:
                     kept.append(part)
         return tuple(kept)
 
@@ -160,7 +166,7 @@ class _Choice:
 
     def _finish_reason(self, output: Output) -> FinishReason:
         """Calls that a limit or a stop string cut are no calls to act upon."""
-        if output.finish_reason == "length":
+        if output.finish_reason == "length" and not self._surplus:
             return "length"
         complete = self._arguments and all(_is_object("".join(pieces)) for pieces in self._arguments)
         return "tool_calls" if complete else "stop"

@@ -417,7 +417,8 @@ class Metrics:
     def http(self, method: str, route: str, status: int, outcome: str, seconds: float) -> None:
         """An HTTP request is answered. `route` is the template, never the path: a path would make endless series.
 
-        outcome: "ok", "refused" (4xx), "error" or "disconnect"; it differs from the status where a stream broke off after its 200.
+        outcome: "ok", "refused" (4xx), "error" or "disconnect"; it differs from the status where a stream broke off
+            after its 200.
         """
         code = str(status)
         self._http_requests.labels(self._model, method, route, code, outcome).inc()

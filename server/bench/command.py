@@ -18,6 +18,7 @@ from typing import Any
 from server import __version__
 from server.bench.baseline import Comparison, bare_process, compare_with_bare
 from server.bench.client import BenchError, Client
+from server.bench.constrained import SCHEMA, ConstrainedComparison
 from server.bench.load import Limits, Run, closed_loop, count_tokens, model_of, open_loop, probe
 from server.bench.options import parse
 from server.bench.prefix import PrefixComparison
@@ -46,6 +47,9 @@ class Bench:
         if self.options.compare_prefix_cache:
             prefixes = await self.compare_prefix_cache()
             return self.document("prefix_cache", prefixes.json()), prefixes.table(), 0
+        if self.options.compare_constrained:
+            constrained = await self.compare_constrained()
+            return self.document("constrained", constrained.json()), constrained.table(), 0
         levels = await self.levels()
         status = 1 if any(level.failures for level in levels) else 0
         text = table(levels)
@@ -69,11 +73,25 @@ class Bench:
                     workload = await self.workload(client, prefix)
                     prefix = workload.prefix
                     levels = await self.apply(client, workload)
-                if failed := next((level for level in levels if level.failures), None):
-                    raise BenchError(f"{failed.failures} requests failed: {next(iter(failed.failure_kinds))}")
+                _check(levels)
                 sides[caching].append(levels)
         on, off = (tuple(zip(*sides[caching], strict=True)) for caching in (True, False))
         return PrefixComparison(self.options.shared_prefix, on, off)
+
+    async def compare_constrained(self) -> ConstrainedComparison:
+        sides: dict[bool, list[list[Level]]] = {True: [], False: []}
+        async with self.target() as client:
+            workload = await self.workload(client)
+            for turn in range(self.options.turns):
+                for constrained in (True, False) if turn % 2 == 0 else (False, True):
+                    what = "half of the requests constrained" if constrained else "no request constrained"
+                    self.progress.show(f"turn {turn + 1}: {what}", milestone=True)
+                    workload.schema = SCHEMA if constrained else None
+                    levels = await self.apply(client, workload)
+                    _check(levels)
+                    sides[constrained].append(levels)
+        half, free = (tuple(zip(*sides[constrained], strict=True)) for constrained in (True, False))
+        return ConstrainedComparison(half, free)
 
     async def baseline(self, batch: int) -> Comparison:
         wanted = self.options.num_requests or 2 * batch
@@ -177,6 +195,12 @@ class Bench:
             "refused": self.refused,
             kind: result,
         }
+
+
+def _check(levels: Sequence[Level]) -> None:
+    """Raises BenchError where a request failed: the rest is no measurement."""
+    if failed := next((level for level in levels if level.failures), None):
+        raise BenchError(f"{failed.failures} requests failed: {next(iter(failed.failure_kinds))}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ what follows -- goes to `sluice serve`:
   sluice bench --rate 2,4 --duration 60            arrivals at random, 2 and 4 a second
   sluice bench --baseline                          beside a bare loop of forward passes
   sluice bench --compare-prefix-cache              TTFT with the prefix cache on and off
+  sluice bench --compare-constrained               tokens/s with half of the requests constrained
 """
 API_KEY_VARIABLE = "SLUICE_BENCH_API_KEY"
 
@@ -128,6 +129,9 @@ def parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--compare-prefix-cache", action="store_true", help="the prefix cache on and off (--shared-prefix default: 512)"
     )
+    which.add_argument(
+        "--compare-constrained", action="store_true", help="every second request with a JSON schema, and none"
+    )
     more.add_argument(
         "--input-tokens", type=_number(int), metavar="N", help="of each prompt of --baseline (default: 128)"
     )
@@ -144,8 +148,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, flags = top.parse_args(argv[:split]), argv[split + 1 :]
     if options.url and flags:
         top.error("options after -- are for a server of our own: leave out --url, or set them on that server")
-    if options.url and (options.baseline or options.compare_prefix_cache):
-        top.error("--baseline and --compare-prefix-cache need a server of our own: leave out --url")
+    if options.url and (options.baseline or options.compare_prefix_cache or options.compare_constrained):
+        top.error("--baseline and the comparisons need a server of our own: leave out --url")
     if any(flag.partition("=")[0] in ("--port", "--host") for flag in flags):
         top.error("the benchmark chooses --host and --port of its own server: leave them out")
     fixed = ("concurrency", "rate", "duration", "shared_prefix", "chat", "verbatim", "temperature")
@@ -153,8 +157,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         top.error("--baseline fixes the load, so leave out --" + ", --".join(given).replace("_", "-"))
     if options.input_tokens and not options.baseline:
         top.error("--input-tokens is for --baseline; other prompts are as long as they are")
-    if options.turns and not (options.baseline or options.compare_prefix_cache):
-        top.error("--turns is for --baseline and --compare-prefix-cache")
+    if options.turns and not (options.baseline or options.compare_prefix_cache or options.compare_constrained):
+        top.error("--turns is for --baseline, --compare-prefix-cache and --compare-constrained")
     options.turns = options.turns or 3
     options.input_tokens = options.input_tokens or 128
     if options.compare_prefix_cache and options.shared_prefix is None:

@@ -68,6 +68,7 @@ class Workload:
     prompts that come round again; `verbatim` leaves the tag out. Prompts of token ids go as they are.
     run: starts each tag, different from run to run.
     extras: fields beside the standard ones, those of `PROBE_EXTRAS` that the server accepts.
+    schema: JSON schema that every second body asks the answer to follow.
     """
 
     prompts: Sequence[Prompt]
@@ -80,6 +81,7 @@ class Workload:
     prefix: str = ""
     verbatim: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
+    schema: dict[str, Any] | None = None
     _tags: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -89,17 +91,21 @@ class Workload:
     def bodies(self) -> Iterator[bytes]:
         """Bodies without end, the prompts in an order shuffled by the seed; each comes once before any comes twice."""
         random = Random(self.seed)
+        constrained = itertools.cycle((True, False)) if self.schema is not None else itertools.repeat(False)
         while True:
             for prompt in random.sample(self.prompts, len(self.prompts)):
                 if isinstance(prompt, str):
                     tag = "" if self.verbatim else f"[{self.run}-{next(self._tags)}] "
                     prompt = self.prefix + tag + prompt
-                yield self.encode(prompt, self.output_tokens)
+                yield self.encode(prompt, self.output_tokens, self.schema if next(constrained) else None)
 
-    def encode(self, prompt: Prompt, max_tokens: int) -> bytes:
-        """The body that asks for `max_tokens` after `prompt`."""
+    def encode(self, prompt: Prompt, max_tokens: int, schema: dict[str, Any] | None = None) -> bytes:
+        """The body that asks for `max_tokens` after `prompt`, of JSON that follows `schema` where there is one."""
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         asked |= {"model": self.model, "max_tokens": max_tokens, "temperature": self.temperature, "stream": True}
+        if schema is not None:
+            named = {"name": "bench", "schema": schema, "strict": True}
+            asked["response_format"] = {"type": "json_schema", "json_schema": named}
         return json.dumps(asked | self.extras).encode()
 
 

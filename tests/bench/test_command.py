@@ -68,6 +68,14 @@ def test_prefix_cache_comparison_runs_both_sides(capsys: pytest.CaptureFixture[s
     assert result["summary"][0]["ratio"] > 0
 
 
+def test_constrained_comparison_runs_both_sides_on_one_server(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compare-constrained", *QUICK, "--concurrency", "2", "--turns", "2", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["constrained"]
+    assert len(result["levels"]["half"][0]) == len(result["levels"]["free"][0]) == 2
+    assert result["summary"][0]["ratio"] > 0
+    assert result["schema"]["type"] == "array"
+
+
 def test_a_server_that_cannot_start_shows_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--", "--die"]) == 1
     assert "the model cannot be loaded" in capsys.readouterr().err

@@ -72,6 +72,13 @@ def test_verbatim_and_token_id_prompts_go_as_they_are() -> None:
     assert "prompt" not in chat
 
 
+def test_with_a_schema_every_second_body_is_constrained() -> None:
+    sent = bodies(Workload(["a", "b", "c"], "m", 7, run="r", schema={"type": "array"}), 6)
+    formats = [body.get("response_format") for body in sent]
+    asked = {"type": "json_schema", "json_schema": {"name": "bench", "schema": {"type": "array"}, "strict": True}}
+    assert formats == [asked, None] * 3
+
+
 def test_poisson_arrivals_are_a_poisson_process() -> None:
     times = np.asarray(list(itertools.islice(poisson_arrivals(5.0, seed=3), 20_000)))
     gaps = np.diff(times, prepend=0.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from tests.test_server import MODEL, Server
 
@@ -27,6 +27,8 @@ QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of Franc
 
 class City(BaseModel):
     """A city in two words and a number."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: Literal["Paris", "Rome", "Oslo"]
     country: Literal["France", "Italy", "Norway"]

@@ -66,7 +66,7 @@ def test_structured_output(served: Served, method: Any) -> None:
 
 
 def test_a_bound_tool_is_called_streamed_and_whole(served: Served) -> None:
-    model = chat(served, max_tokens=200).bind_tools([note_city], tool_choice="note_city")
+    model = chat(served, max_tokens=200).bind_tools([note_city], tool_choice="note_city", strict=True)
     streamed = joined(list(model.stream("Note that Paris has 20 districts.")))
     whole = model.invoke("Note that Paris has 20 districts.")
     assert [call["name"] for call in whole.tool_calls] == ["note_city"]

@@ -42,8 +42,9 @@ class Admission:
                 self.retry_after(excess),
                 "queue_full",
             )
-        if self.waiting_tokens >= self.max_queued_tokens:
-            raise self._too_many_tokens(more, num_open)
+        waiting = self.waiting_tokens  # once: the engine's thread takes away from it
+        if waiting >= self.max_queued_tokens:
+            raise self._too_many_tokens(waiting, more, num_open)
 
     def check(self, requests: Sequence[GenerationRequest], num_open: int) -> None:
         """Raises QueueFull or BodyTooLarge unless `requests` may join the `num_open` that there are."""
@@ -54,11 +55,11 @@ class Admission:
                 f"The prompts of this request have {tokens} tokens together; "
                 f"at most {self.max_queued_tokens} may wait (--max-queued-tokens). Send fewer at a time."
             )
-        if self.waiting_tokens + tokens > self.max_queued_tokens:
-            raise self._too_many_tokens(tokens, num_open)
-
-    def _too_many_tokens(self, more: int, num_open: int) -> QueueFull:
         waiting = self.waiting_tokens
+        if waiting + tokens > self.max_queued_tokens:
+            raise self._too_many_tokens(waiting, tokens, num_open)
+
+    def _too_many_tokens(self, waiting: int, more: int, num_open: int) -> QueueFull:
         excess = waiting + more - self.max_queued_tokens
         return QueueFull(
             f"{waiting} prompt tokens are waiting and {more} more are {excess} too many: "

@@ -255,10 +255,7 @@ class AsyncEngine:
         self._reach(Phase.READY, "")
         while not self._stopping:
             begun = self._step_begun = time.monotonic()
-            self._wake.clear()
-            while self._inbox:
-                self._inbox.popleft()()
-            self._end_expired()
+            self._attend()
             plan = scheduler.plan()
             if plan is None:
                 self._report_pool(scheduler)
@@ -278,14 +275,36 @@ class AsyncEngine:
                 self._finish_step(scheduler, plan, result, begun, now)
 
     async def _compute(self, run: Callable[[StepPlan], StepResult], plan: StepPlan) -> StepResult:
-        """Run the step on the device's thread. A request whose time is up meanwhile does not wait for its end."""
+        """Run the step on the device's thread. Who gives up meanwhile, or has no time left, does not wait for its end,
+        which may never come."""
         assert self._engine_loop is not None
+        assert self._started is not None
         step = self._engine_loop.run_in_executor(self._device, run, plan)
-        while (deadline := self._deadlines.next) is not None and not step.done():
-            await asyncio.wait({step}, timeout=max(0.0, deadline - time.monotonic()))
-            self._end_expired()
+        step.add_done_callback(lambda _: self._wake.set())
+        while True:
+            deadline = self._deadlines.next
+            await self._woken(None if deadline is None else deadline - time.monotonic())
+            if step.done():
+                return step.result()
+            self._attend()
+            self._report_pool(self._started.scheduler)
             self._flush()
-        return await step
+
+    def _attend(self) -> None:
+        """Do what callers have asked for since, and end the requests whose time is up."""
+        self._wake.clear()
+        while self._inbox:
+            self._inbox.popleft()()
+        self._end_expired()
+
+    async def _woken(self, seconds: float | None) -> bool:
+        """Wait for something to do, for so long at most; whether there may be something."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _note_start(self, session: Session, now: float) -> None:
         assert self._admission is not None
@@ -338,10 +357,12 @@ class AsyncEngine:
     def _end_early(self, session: Session, last: Output | EngineError, cause: AbortCause, now: float) -> None:
         """End a request before it is complete; `last` is what its caller gets."""
         assert self._started is not None
-        sequence = session.sequence
-        in_vain = session.num_held if session.first_token is not None else sequence.num_computed - sequence.num_cached
+        scheduler, sequence = self._started.scheduler, session.sequence
+        in_vain = session.num_held
+        if session.first_token is None:
+            in_vain = sequence.num_computed - sequence.num_cached + scheduler.tokens_in_flight(sequence)
         self.metrics.discarded("disconnect" if cause == "disconnect" else "abort", max(0, in_vain))
-        self._started.scheduler.abort(sequence)
+        scheduler.abort(sequence)
         self._outbox.append((self._streams[session.request.request_id], last))
         self._close(session, "abort", cause, now)
 
@@ -349,13 +370,10 @@ class AsyncEngine:
         """Wait for the inbox, telling the metrics about the time in parts."""
         while not self._inbox:
             since = time.monotonic()
-            try:
-                await asyncio.wait_for(self._wake.wait(), IDLE_REPORT_SECONDS)
-            except TimeoutError:
-                continue
-            finally:
-                self.metrics.idle(time.monotonic() - since)
-            return
+            woken = await self._woken(IDLE_REPORT_SECONDS)
+            self.metrics.idle(time.monotonic() - since)
+            if woken:
+                return
 
     def _finish_step(
         self, scheduler: Scheduler, plan: StepPlan, result: StepResult, begun: float, planned: float
@@ -418,11 +436,16 @@ class AsyncEngine:
             session.last_token = now
         try:
             output = session.advance(progress, self._started.tokenizer, self._started.card.eos_token_ids)
-        except ConstraintFailed as error:
-            logger.error("request %s: %s", session.request.request_id, error)
+        except Exception as error:  # whatever a grammar or a tokenizer does, the neighbours go on
+            if isinstance(error, ConstraintFailed):
+                reason = str(error)
+                logger.error("request %s: %s", session.request.request_id, reason)
+            else:
+                reason = "the output of this request could not be processed (see the server's log)"
+                logger.exception("request %s failed", session.request.request_id)
             if progress.finish_reason is None:
                 scheduler.abort(progress.request)
-            self._fail_one(session, str(error))
+            self._fail_one(session, reason)
             return 0
         if output is None:
             return 0
@@ -513,14 +536,14 @@ class AsyncEngine:
         self._reach(Phase.DEAD, detail)
         self._step_begun = None
         self._flush()  # what was finished before stays finished
-        try:
-            self._close_all()
-        finally:
-            assert self._caller_loop is not None
-            self._caller_loop.call_soon_threadsafe(self._fail_all, detail)
+        assert self._caller_loop is not None
+        self._caller_loop.call_soon_threadsafe(self._bury, detail)
 
-    def _close_all(self) -> None:
-        """Report all requests as failed, those sent meanwhile included."""
+    def _bury(self, detail: str) -> None:
+        """Fail all requests, those sent at the last moment included, and report them. On the callers' loop, where no
+        more are sent, once the engine's thread leaves its state alone."""
+        message = f"the engine has failed: {detail}"
+        self._deliver([(stream, GenerationFailed(message)) for stream in self._open.values()])
         while self._inbox:
             try:
                 self._inbox.popleft()()
@@ -531,10 +554,6 @@ class AsyncEngine:
             self._close(session, "error", None, now)
         capacity = self._started.scheduler.pool.capacity if self._started is not None else 0
         self.metrics.pool(PoolReport(running=0, used_blocks=0, cached_blocks=0, free_blocks=capacity))
-
-    def _fail_all(self, detail: str) -> None:
-        message = f"the engine has failed: {detail}"
-        self._deliver([(stream, GenerationFailed(message)) for stream in list(self._open.values())])
 
 
 def _is_past(deadline: float | None, now: float) -> bool:

@@ -58,6 +58,15 @@ def test_a_body_is_refused_before_it_is_read_when_nothing_would_fit() -> None:
     assert full.value.reason == "queue_tokens"
 
 
+def test_prompts_that_start_while_a_refusal_is_worded_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread may empty the queue between any two looks at it."""
+    admission = Admission(4, 10, 100)
+    looks = iter((90, 90, 0, 0))
+    monkeypatch.setattr(Admission, "waiting_tokens", property(lambda self: next(looks)))
+    with pytest.raises(QueueFull, match="90 prompt tokens are waiting"):
+        admission.check([request(20)], num_open=1)
+
+
 @given(st.lists(st.floats(0, 10_000), max_size=50), st.integers(1, 300))
 def test_retry_after_is_whole_seconds_within_a_minute(runs: list[float], places: int) -> None:
     admission = Admission(4, 10, 100)

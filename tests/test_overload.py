@@ -25,7 +25,7 @@ from server.generation import (
     QueueFull,
     QueueTimeout,
 )
-from server.step import SamplingParams, StepPlan, StepResult
+from server.step import ConstraintFailed, Int32Array, SamplingParams, StepPlan, StepResult
 from tests.engine_harness import FORCED, Harness, collect, text_of
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
@@ -276,6 +276,33 @@ async def test_a_step_that_hangs_shows_and_its_end_does_too(start: Start, monkey
     assert harness.engine.status.stalled_seconds == harness.value("engine_step_age_seconds") == 0
 
 
+async def test_a_step_that_hangs_holds_up_nobody_who_gives_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after the step has begun runs out of time, is aborted and is drained all the same."""
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=64)
+    gate = Gate(harness, monkeypatch)
+    in_step, waiting = harness.submit(harness.request((2,) * 40)), harness.submit(harness.request((3,) * 50))
+    await gate.in_step()
+    with within(2.0), pytest.raises(QueueTimeout):
+        await collect(harness.submit(harness.request(queue_timeout=0.1)))
+    with within(2.0), pytest.raises(DeadlineExceeded):
+        await collect(harness.submit(harness.request(timeout=0.1)))
+    assert harness.value("requests_waiting") == 1
+    assert harness.value("requests_running") == 1
+    in_step.close()
+    async with asyncio.timeout(2.0):
+        while harness.value("requests_running"):
+            await asyncio.sleep(0.01)
+    assert harness.value("discarded_tokens_total", reason="disconnect") == 40
+    with within(2.0):
+        assert not await harness.engine.drain(0.1)
+    assert (await collect(waiting))[-1].finish_reason == "abort"
+    assert not harness.engine._open
+    gate.open()
+    await harness.settled()
+    assert len(gate.plans) == 1
+    assert harness.engine.status.waiting_tokens == 0
+
+
 async def test_a_busy_engine_is_not_stalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = await start(stall_timeout=0.5)
     slow_down(harness, monkeypatch)
@@ -302,6 +329,76 @@ async def test_the_death_of_the_engine_shows_within_a_second(start: Start, monke
     with within(1.0), pytest.raises(GenerationFailed, match="gone"):
         await collect(stream)
     assert harness.engine.status.phase is Phase.DEAD
+
+
+async def test_what_is_sent_at_the_moment_of_death_fails_and_is_counted(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = await start()
+    gate = Gate(harness, monkeypatch)
+    first = harness.submit(harness.request())
+    await gate.in_step()
+
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("gone")
+
+    def check(requests: list[GenerationRequest], num_open: int) -> None:
+        gate.open()
+        harness.engine._thread.join(10)
+        assert harness.engine.status.phase is Phase.DEAD
+
+    gate._run = fail
+    monkeypatch.setattr(harness.engine._admission, "check", check)
+    last = harness.submit(harness.request())
+    for stream in (first, last):
+        with within(1.0), pytest.raises(GenerationFailed, match="gone"):
+            await collect(stream)
+    assert harness.value("requests_total", endpoint="completions", finish_reason="error") == 2
+    assert harness.value("requests_running") == harness.value("requests_waiting") == 0
+
+
+# Neighbours
+
+
+class Broken:
+    """A constraint that permits everything until one of its methods raises."""
+
+    finished = False
+
+    def __init__(self, method: str, error: Exception, after: int = 2) -> None:
+        self.method, self.error, self.left = method, error, after
+
+    def _use(self, method: str) -> None:
+        if method == self.method:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error
+
+    def fill_mask(self, mask: Int32Array) -> None:
+        self._use("fill_mask")
+        mask[:] = -1
+
+    def accept(self, token_id: int) -> None:
+        self._use("accept")
+
+
+@pytest.mark.parametrize("method", ["fill_mask", "accept"])
+@pytest.mark.parametrize("error", [ConstraintFailed("too complex"), RuntimeError("a fault of the library")])
+@pytest.mark.parametrize("max_tokens", [3, 8])
+async def test_a_grammar_that_fails_ends_its_own_request_alone(
+    start: Start, method: str, error: Exception, max_tokens: int
+) -> None:
+    harness = await start()
+    good = [harness.submit(harness.request((i,) * 5, max_tokens=40)) for i in range(2)]
+    bad = harness.submit(harness.request((9,) * 20, max_tokens=max_tokens, constraint=Broken(method, error)))
+    with pytest.raises(GenerationFailed, match=r"too complex|server's log"):
+        await collect(bad)
+    for outputs in await asyncio.gather(*map(collect, good)):
+        assert [token.token_id for output in outputs for token in output.tokens] == [65] * 40
+    await harness.settled()
+    assert harness.value("requests_total", endpoint="completions", finish_reason="error") == 1
+    assert harness.value("generation_tokens_total") == 82
+    assert harness.engine.status.phase is Phase.READY
 
 
 # Books

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from server.step import ConstraintFailed, Int32Array, SequencesFailed, StepPlan
+
+logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 8
 
@@ -57,6 +60,9 @@ def _fill(plan: StepPlan, masks: Masks, share: range, failures: dict[int, str]) 
             constraint.fill_mask(masks.bits[index])
         except ConstraintFailed as error:
             failures[row] = str(error)
+        except Exception:  # whatever a grammar library does, the neighbours go on
+            logger.exception("a constraint failed")
+            failures[row] = "the grammar could not be followed (see the server's log)"
 
 
 class PendingMasks:

@@ -155,7 +155,7 @@ class Scheduler:
             self._hand_over(request)
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            if not any(request is flying for flying, _ in self._in_flight):
+            if not self.tokens_in_flight(request):
                 self._release(request)
         elif request.status is Status.WAITING:
             self._dequeue(request)
@@ -174,6 +174,10 @@ class Scheduler:
         request.num_preemptions += 1
         self._preemptions += 1
         self._enqueue(request)
+
+    def tokens_in_flight(self, request: Request) -> int:
+        """How many of its tokens the step in progress is computing."""
+        return sum(count for flying, count in self._in_flight if flying is request)
 
     def plan(self) -> StepPlan | None:
         """Choose what the next step computes; None when nothing is to do. Each plan must be committed or failed."""

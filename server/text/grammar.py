@@ -2,8 +2,8 @@
 
 They are those of llguidance 1.9.1, in its Lark dialect. Over the 276 schemas of the tests and random texts along their
 masks it broke 5 that it accepts, all of which `server.text.schema` now refuses; xgrammar 0.2.9 broke 45. A mask over
-49,152 tokens takes 11 us at the median and 0.5 ms at the 99th percentile (xgrammar: 4 us and 20 ms), over 129,280 tokens
-11 us and 1.1 ms; a schema compiles in 0.5 ms (1.3 ms). `loadtest/grammars.py` measures it anew.
+49,152 tokens takes 11 us at the median and 0.5 ms at the 99th percentile (xgrammar: 4 us and 20 ms), over 129,280
+tokens 11 us and 1.1 ms; a schema compiles in 0.5 ms (1.3 ms). `loadtest/grammars.py` measures it anew.
 
 JSON is written on one line, as Python's json.dumps does: the model chooses no white space, so none is endless.
 """

@@ -141,9 +141,7 @@ async def test_closing_frees_the_blocks_within_two_steps_in_any_state(
         if {"queued": True, "prefilling": prefills == 1, "decoding": plans[-1].num_decodes == 2}[state]:
             break
     scheduler = started.scheduler
-    (sequence,) = (
-        session.sequence for session in harness.engine._sessions.values() if session.sequence.num_prompt == 200
-    )
+    (sequence,) = (request for request in scheduler.running + scheduler.waiting if request.num_prompt == 200)
     assert (sequence in scheduler.waiting) == (state == "queued")
     assert sequence.is_prefilling == (state != "decoding")
     held = scheduler.pool.num_used

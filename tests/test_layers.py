@@ -31,8 +31,9 @@ MAY_IMPORT = {
     "delivery": CONTRACTS,
     "admission": CONTRACTS,
     "deadlines": set(),
+    "sessions": CONTRACTS | {"scheduler", "text", "metrics", "delivery", "admission", "deadlines", "session"},
     "engine": CONTRACTS
-    | {"scheduler", "kvpool", "model", "text", "metrics", "delivery", "admission", "deadlines", "session", "startup"},
+    | {"scheduler", "model", "text", "metrics", "delivery", "admission", "session", "sessions", "startup"},
     "api": CONTRACTS | {"engine", "text", "metrics"},
     "checkpoint": CONTRACTS | {"kvpool", "model"},
     "plan": CONTRACTS | {"kvpool", "checkpoint"},

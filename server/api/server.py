@@ -150,6 +150,7 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
     http = _Uvicorn(http_config(app))
     serving = asyncio.create_task(http.serve([listener]))
     logger.info("listening on %s (loading the model)", url_of(listener))
+    service.warming_up = True
     try:
         await engine.start()
         code = await _until_stopped(engine, service, stopping, url_of(listener))
@@ -188,12 +189,20 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _check_template(service: Service) -> bool:
-    """Loads the chat template and tells what it shows; False if the one that the operator names cannot be used."""
+def _warm_up(service: Service) -> bool:
+    """Makes what the first requests would wait for, and all others with them; False if the chat template that the
+    operator names cannot be used."""
+    from server.text.grammar import GrammarError
+
     tokenizer = service.engine.tokenizer
     assert tokenizer is not None, "the engine is ready"
     try:
+        service.grammars()
+    except GrammarError as error:
+        logger.warning("%s", error)
+    try:
         template = service.chat_template(tokenizer)
+        template.prepare()
     except APIError as error:
         if service.settings.chat_template is not None:
             logger.error("cannot serve: %s", error.message)
@@ -216,8 +225,9 @@ async def _until_stopped(engine: Engine, service: Service, stopping: asyncio.Eve
             logger.error("cannot serve: %s", status.detail)
             return 1
         if status.phase is Phase.READY:
-            if not await service.in_worker(_check_template, service):
+            if not await service.in_worker(_warm_up, service):
                 return 1
+            service.warming_up = False
             logger.info("ready: %s", url)
             await stopping.wait()
             break

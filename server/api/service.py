@@ -66,6 +66,7 @@ class Service:
         self.settings = settings
         self.keep_alive = settings.sse_keep_alive or math.inf
         self.draining = False
+        self.warming_up = False
         self.preparing = 0
         self._tracer = tracer
         self._open: dict[str, list[OpenRequest]] = {}
@@ -80,7 +81,9 @@ class Service:
     @property
     def phase(self) -> Phase:
         phase = self.engine.status.phase
-        return Phase.DRAINING if self.draining and phase is not Phase.DEAD else phase
+        if self.draining and phase is not Phase.DEAD:
+            return Phase.DRAINING
+        return Phase.LOADING if self.warming_up and phase is Phase.READY else phase
 
     def ready_model(self) -> tuple[ModelCard, Tokenizer]:
         """The model in service. Raises APIError 503 unless requests can be taken."""
@@ -105,11 +108,13 @@ class Service:
         return self._template
 
     def grammars(self) -> GrammarCompiler:
-        """The compiler of grammars, made at the first call; call it in a worker. Raises APIError, GrammarError."""
+        """The compiler of grammars, made at the first call; call it in a worker. Raises GrammarError."""
         if self._grammars is None:
             from server.text.grammar import GrammarCompiler
 
-            model, tokenizer = self.ready_model()
+            model, tokenizer = self.engine.model, self.engine.tokenizer
+            assert model is not None, "the engine is ready"
+            assert tokenizer is not None, "the engine is ready"
             self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
         return self._grammars
 

@@ -55,6 +55,10 @@ class ChatTemplate:
         self._encoder = LiteralEncoder(tokenizer)
         self._plain, self._with_tools = (self._made(source) for source in sources)
 
+    def prepare(self) -> None:
+        """Do now what would delay the first conversation in which a special token is written."""
+        self._encoder.prepare()
+
     def _made(self, source: str) -> _Template:
         try:
             compiled = CompiledTemplate(source)

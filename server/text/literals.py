@@ -60,7 +60,8 @@ class LiteralEncoder:
 
     For text with literals it has a copy of the tokenizer in which special tokens have other, secret names. In a text
     where the template's tokens go by those names, all is encoded at once as without literals, and the literals, being
-    no tokens there, as any other text. The copy is made when first needed (a second for a large vocabulary).
+    no tokens there, as any other text. The copy is made when first needed (seconds for a large vocabulary, during
+    which other threads may stand still) or by `prepare`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -70,6 +71,11 @@ class LiteralEncoder:
         secret = secrets.token_hex(8)
         self._names = {text: f"{secret}{index:08x}" for index, text in enumerate(sorted(self._special))}
         self._lock = Lock()
+
+    def prepare(self) -> None:
+        """Make the copy now."""
+        with self._lock:
+            self._copy  # noqa: B018  # made by being read
 
     def literals(self, source: str, *values: object) -> Literals:
         """Stand-ins for the special tokens that are written in `values`."""

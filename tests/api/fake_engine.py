@@ -50,6 +50,9 @@ class ByteTokenizer:
         self.adds_bos = adds_bos
         self.named = {"<s>": BOS, "</s>": EOS}  # what `token_id` knows
 
+    def definition(self) -> None:
+        """Like a tokenizer in Python, it has none."""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * (self.adds_bos and add_special_tokens) + list(text.encode())
 

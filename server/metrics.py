@@ -59,9 +59,9 @@ class Metrics:
     """All collectors of one server, in a registry of its own.
 
     `received`, `rejected` and `http` are called from the HTTP loop, `state` from both, everything else from the
-    engine's thread alone. A scrape holds the lock of one value at a time, for as long as it takes to read it. Label
-    children are resolved
-    here, once, and all series whose labels are known exist from the start, so that a rate sees their first event.
+    engine's thread alone, or from the HTTP loop once that thread has ended. A scrape holds the lock of one value at a
+    time, for as long as it takes to read it. Label children are resolved here, once, and all series whose labels are
+    known exist from the start, so that a rate sees their first event.
     """
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4

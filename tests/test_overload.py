@@ -222,6 +222,27 @@ async def test_one_answer_among_many_saves_the_others_from_an_error(
     assert [outputs[-1].usage.completion_tokens for outputs in others] == [0, 0]
 
 
+async def test_a_request_that_started_in_time_still_ends_in_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time to start passes first, while it or a sibling runs."""
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=32)
+    slow_down(harness, monkeypatch)
+    requests = [harness.request((i,) * 4, max_tokens=500, queue_timeout=0.1, timeout=0.3) for i in range(2)]
+    with within(2.0):
+        answers = await asyncio.gather(*map(collect, harness.engine.submit(requests)))
+    assert [answer[-1].stop_reason for answer in answers] == ["deadline"] * 2
+
+
+async def test_a_prompt_without_its_scores_is_no_answer(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=32)
+    slow_down(harness, monkeypatch)
+    first = harness.request(max_tokens=500, timeout=0.3)
+    scored = harness.request((5,) * 40, timeout=0.3, prompt_logprobs=1)
+    answered, failed = harness.engine.submit([first, scored])
+    assert (await collect(answered))[-1].stop_reason == "deadline"
+    with pytest.raises(DeadlineExceeded):
+        await collect(failed)
+
+
 async def test_the_smaller_of_flag_and_field_counts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = await start(max_num_seqs=1, max_num_batched_tokens=32, queue_timeout=0.1, request_timeout=1.0)
     slow_down(harness, monkeypatch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -106,7 +105,7 @@ def structure_spec(body: StructureFields) -> GrammarSpec | None:
 def constrainer(
     service: Service, spec: GrammarSpec, param: str, *, ignore_eos: bool = False
 ) -> Callable[[], Constraint]:
-    """What makes each sequence's own state of a grammar; it is compiled here, so call this in a worker.
+    """What makes the states of a grammar for one request's sequences; it is compiled here, so call this in a worker.
 
     Raises:
         APIError: 400 about `param` where the grammar cannot be followed.
@@ -115,7 +114,7 @@ def constrainer(
         grammar = service.grammars().compile(spec)
     except GrammarError as error:
         raise invalid(param, f"'{param}': {error}.") from None
-    return functools.partial(grammar.start, ignore_eos=ignore_eos)
+    return grammar.starter(ignore_eos=ignore_eos)
 
 
 def _asked(body: StructureFields) -> Iterator[Structure]:

@@ -96,7 +96,10 @@ class ChatTemplate:
         if continue_final_message and add_generation_prompt:
             raise TemplateFailed("the last message can be continued, or a new one begun, but not both")
         template = self._with_tools if tools else self._plain
-        literals = self._encoder.literals(self.source, messages, tools, kwargs)
+        try:
+            literals = self._encoder.literals(self.source, messages, tools, kwargs)
+        except ValueError as error:
+            raise TemplateFailed(str(error)) from None
         hidden = [{**literals.hide(message), "role": message["role"]} for message in messages]
         if continue_final_message:
             hidden[-1]["content"] = (hidden[-1].get("content") or "") + _END

@@ -39,11 +39,11 @@ MAX_NESTING = 96
 MAX_REPETITION = 100_000
 _CACHED = 64
 _UNWRITABLE = "nothing that the grammar permits can be written with the model's tokens"
-# How long one text may keep its neighbours waiting: seconds in all, and more for each token. No single operation counts
-# for more than a part of it, since a busy machine may have been what took the time.
+# How long the texts of one request may keep their neighbours waiting: seconds of a processor, and more for each token,
+# but never more at once. The library's own limit on the work of one operation keeps that under a third of a second.
 _SECONDS = 2.0
-_SECONDS_PER_TOKEN = 0.025
-_MOST_SECONDS = 0.5
+_SECONDS_PER_TOKEN = 0.01
+_MOST_ITEMS = 20_000
 _JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -122,7 +122,7 @@ class GrammarCompiler:
         schemas: list[dict[str, Any]] = []
         grammars = [{"name": name, **_source(part, schemas)} for name, part in _named(spec)]
         limits = LLParserLimits(
-            max_items_in_row=4 * 2000, step_max_items=200_000, max_lexer_states=100_000, verbose_errors=False
+            max_items_in_row=4 * 2000, step_max_items=_MOST_ITEMS, max_lexer_states=100_000, verbose_errors=False
         )
         matcher = LLMatcher(self._tokens, json.dumps({"grammars": grammars}), log_level=0, limits=limits)
         problems = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
@@ -145,12 +145,17 @@ class Grammar:
         self._matcher = matcher
         self._ends = ends
 
-    def start(self, *, ignore_eos: bool = False) -> GrammarState:
-        """The state before the first token.
+    def starter(self, *, ignore_eos: bool = False) -> Callable[[], GrammarState]:
+        """What makes the states, before the first token, of one request's texts. They share the time they may take.
 
-        ignore_eos: the text goes on for as long as the grammar permits anything but its end.
+        ignore_eos: a text goes on for as long as the grammar permits anything but its end.
         """
-        return GrammarState(self._matcher.deep_copy(), self._ends, ignore_eos)
+        allowance = _Allowance()
+        return lambda: GrammarState(self._matcher.deep_copy(), self._ends, ignore_eos, allowance)
+
+    def start(self, *, ignore_eos: bool = False) -> GrammarState:
+        """The state of the only text of a request."""
+        return self.starter(ignore_eos=ignore_eos)()
 
     def permitted(self) -> Int32Array:
         """The mask of the first token."""
@@ -159,28 +164,41 @@ class Grammar:
         return mask
 
 
+class _Allowance:
+    """What is left of the time that the texts of one request may take, of the processor: others may keep that busy."""
+
+    def __init__(self) -> None:
+        self.seconds = _SECONDS
+
+    def use(self, seconds: float) -> None:
+        """Raises ConstraintFailed. Threads may meet here and one of them not count, which changes little."""
+        self.seconds = min(_SECONDS, self.seconds - seconds)
+        if self.seconds < 0:
+            raise ConstraintFailed("the grammar is so complex that it takes too long to follow")
+
+
 class GrammarState:
     """How far one text has come; a `server.step.Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, ends: _Ends, ignore_eos: bool) -> None:
+    def __init__(self, matcher: LLMatcher, ends: _Ends, ignore_eos: bool, allowance: _Allowance) -> None:
         self._matcher = matcher
         self._ends = ends
         self._ignore_eos = ignore_eos
-        self._seconds_left = _SECONDS
+        self._allowance = allowance
         self._buffer = np.zeros(ends.matcher_words, dtype=np.int32)
 
     def fill_mask(self, mask: Int32Array) -> None:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._buffer.ctypes.data, self._buffer.nbytes)
-        self._check(time.perf_counter() - begun)
+        self._check(time.thread_time() - begun)
         self._ends.write(self._buffer, mask, self._ignore_eos)
         if not mask.any() and self._ends.eos_token_ids:
             raise ConstraintFailed(_UNWRITABLE)
 
     def accept(self, token_id: int) -> None:
-        begun = time.perf_counter()
+        begun = time.thread_time()
         self._matcher.consume_token(token_id)
-        self._check(time.perf_counter() - begun - _SECONDS_PER_TOKEN)
+        self._check(time.thread_time() - begun - _SECONDS_PER_TOKEN)
 
     def _check(self, seconds: float) -> None:
         """After an operation that took so long; in error, the library would permit the end of the text alone."""
@@ -189,9 +207,7 @@ class GrammarState:
             if problem.startswith("NoExtension"):
                 raise ConstraintFailed(_UNWRITABLE)
             raise ConstraintFailed(f"the grammar cannot be followed further: {problem}")
-        self._seconds_left -= min(seconds, _MOST_SECONDS)
-        if self._seconds_left < 0:
-            raise ConstraintFailed("the grammar is so complex that it takes too long to follow")
+        self._allowance.use(seconds)
 
     @property
     def finished(self) -> bool:
@@ -308,7 +324,8 @@ def _choice(texts: str | tuple[str, ...]) -> str:
         raise GrammarError("a choice needs at least one text")
     if len(texts) > MAX_CHOICES or sum(map(len, texts)) > MAX_GRAMMAR:
         raise GrammarError(f"a choice may have up to {MAX_CHOICES} texts and {MAX_GRAMMAR} characters in all")
-    return "start: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
+    # A terminal: it is followed by one automaton, whereas the parser would hold all the texts side by side.
+    return "start: TEXT\nTEXT: " + " | ".join(json.dumps(text) for text in dict.fromkeys(texts))
 
 
 def _regex(pattern: str) -> str:
@@ -318,8 +335,8 @@ def _regex(pattern: str) -> str:
         raise GrammarError(f"the expression has {len(pattern)} characters, the limit is {MAX_PATTERN}")
     _check_nesting(pattern)
     most = 1
-    for count in re.findall(r"\{(?:\d*,)?(\d+)\}", pattern):
-        most *= max(1, int(count[:9]))
+    for least, count in re.findall(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}", pattern):
+        most *= max(1, int((count or least or "1")[:9]))
     if most > MAX_REPETITION:
         raise GrammarError(f"the counts of repetitions in the expression multiply to more than {MAX_REPETITION}")
     return f"start: /{regex_to_lark(pattern)}/"

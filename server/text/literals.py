@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from itertools import groupby
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,9 @@ class Literals:
 
     One character, so that a template that cuts, joins or escapes strings treats it as a whole. None of them occurs
     in the strings or in `source`, the template.
+
+    Raises:
+        ValueError: there is no such character.
     """
 
     def __init__(self, pattern: re.Pattern[str], special: frozenset[str], source: str, *values: object) -> None:
@@ -37,8 +41,10 @@ class Literals:
         written = {found for text in _strings(values) for found in pattern.findall(text)} & special
         if written:
             used = set(source).union(*_strings(values))
-            free = (chr(code) for codes in _PRIVATE for code in codes if chr(code) not in used)
-            self.stand_ins = {text: next(free) for text in sorted(written)}
+            free = [chr(code) for codes in _PRIVATE for code in codes if chr(code) not in used]
+            if len(free) < len(written):
+                raise ValueError("beside special tokens written as text, there is every private character of Unicode")
+            self.stand_ins = dict(zip(sorted(written), free, strict=False))
 
     def hide(self, value: Any) -> Any:
         """`value` with the stand-ins in all its strings."""
@@ -67,7 +73,7 @@ class LiteralEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.special_texts)
-        self._pattern = re.compile("|".join(map(re.escape, tokenizer.added_texts)) or r"(?!)")
+        self._pattern = re.compile(_any_of(tokenizer.added_texts))
         secret = secrets.token_hex(8)
         self._names = {text: f"{secret}{index:08x}" for index, text in enumerate(sorted(self._special))}
         self._lock = Lock()
@@ -78,7 +84,7 @@ class LiteralEncoder:
             self._copy  # noqa: B018  # made by being read
 
     def literals(self, source: str, *values: object) -> Literals:
-        """Stand-ins for the special tokens that are written in `values`."""
+        """Stand-ins for the special tokens that are written in `values`. Raises ValueError where none is left."""
         return Literals(self._pattern, self._special, source, *values)
 
     def encode(self, text: str, literals: Literals) -> list[int]:
@@ -115,6 +121,27 @@ class LiteralEncoder:
             elif piece:
                 ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
+
+
+def _any_of(texts: Iterable[str]) -> str:
+    """A regular expression for the longest of `texts`, each beginning they share written once.
+
+    Tried one after the other, a thousand reserved tokens make a megabyte of "<" the work of many seconds, in which no
+    other thread runs.
+    """
+    return _branches(sorted(filter(None, set(texts)))) or r"(?!)"
+
+
+def _branches(texts: list[str]) -> str:
+    """The same for sorted texts, none twice."""
+    branches = []
+    for first, group in groupby(filter(None, texts), key=lambda text: text[0]):
+        rests = [text[1:] for text in group]
+        branches.append(re.escape(first) + _branches(rests))
+    joined = "|".join(branches)
+    if not texts[0]:  # one of them ends here
+        return f"(?:{joined})?" if joined else ""
+    return joined if len(branches) == 1 else f"(?:{joined})"
 
 
 def _strings(value: object) -> Iterator[str]:

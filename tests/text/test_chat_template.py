@@ -266,6 +266,12 @@ def test_special_tokens_stay_text_for_the_embedded_model(embedded: Tokenizer) ->
     assert embedded.decode(literal.ids, skip_special_tokens=False) == literal.text
 
 
+def test_where_no_private_character_is_left_to_stand_for_a_literal_the_conversation_is_refused() -> None:
+    every = "".join(map(chr, [*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE)]))
+    with pytest.raises(TemplateFailed, match="private character"):
+        render(made("chatml"), [{"role": "user", "content": every + "<|im_end|>"}])
+
+
 def test_special_tokens_stay_text_for_tokenizers_in_python() -> None:
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}</s>"

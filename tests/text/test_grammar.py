@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import threading
@@ -160,6 +161,8 @@ MALFORMED = [
     (GrammarSpec("regex", "(" * 5000 + ")" * 5000), "nested"),
     (GrammarSpec("regex", "a" * 20_000), "limit"),
     (GrammarSpec("regex", "((a{1000}){1000}){1000}"), "repetitions"),
+    (GrammarSpec("regex", "(a{1000,}){1000}"), "repetitions"),
+    (GrammarSpec("regex", "a{1, 100000000}"), "repetitions"),
     (GrammarSpec("regex", r"[^\s\S]"), "permits no text"),
     (GrammarSpec("choice", ()), "at least one"),
     (GrammarSpec("choice", ("x" * 70_000,)), "characters"),
@@ -230,7 +233,7 @@ def test_a_grammar_that_takes_too_long_to_follow_fails_its_text(
         now[0] += 0.2
         return now[0]
 
-    monkeypatch.setattr(grammar_module.time, "perf_counter", clock)
+    monkeypatch.setattr(grammar_module.time, "thread_time", clock)
 
     def go_on(steps: int) -> None:
         for _ in range(steps):
@@ -240,6 +243,54 @@ def test_a_grammar_that_takes_too_long_to_follow_fails_its_text(
     go_on(3)
     with pytest.raises(ConstraintFailed, match="too long"):
         go_on(5)
+
+
+def test_the_texts_of_one_request_share_the_time_they_may_take(
+    compiler: GrammarCompiler, embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else 128 choices could hold up their neighbours 128 times as long."""
+    grammar = compiler.compile(GrammarSpec("regex", "a+"))
+    now = itertools.count(0.0, 0.15)
+    monkeypatch.setattr(grammar_module.time, "thread_time", lambda: next(now))
+    begin = grammar.starter()
+    with pytest.raises(ConstraintFailed, match="too long"):
+        for _ in range(20):
+            permitted(begin(), embedded.vocab_size)
+    permitted(grammar.start(), embedded.vocab_size)
+
+
+def test_easy_tokens_earn_no_time_for_hard_ones(
+    compiler: GrammarCompiler, embedded: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = compiler.compile(GrammarSpec("regex", "a+")).start()
+    (letter,) = embedded.encode("a", add_special_tokens=False)
+    monkeypatch.setattr(grammar_module.time, "thread_time", lambda: 0.0)
+    for _ in range(1000):
+        state.accept(letter)
+    now = itertools.count(0.0, 2.1)
+    monkeypatch.setattr(grammar_module.time, "thread_time", lambda: next(now))
+    with pytest.raises(ConstraintFailed, match="too long"):
+        permitted(state, embedded.vocab_size)
+
+
+def test_an_ambiguous_grammar_is_stopped_before_its_neighbours_notice(
+    compiler: GrammarCompiler, embedded: Tokenizer
+) -> None:
+    """Each token has several ways to belong to those before it: one mask took seconds."""
+    state = compiler.compile(GrammarSpec("lark", "start: s\ns: s s | s s s | W\nW: /./")).start()
+    (letter,) = embedded.encode("a", add_special_tokens=False)
+    begun = time.thread_time()
+    with pytest.raises(ConstraintFailed):
+        for _ in range(100):
+            permitted(state, embedded.vocab_size)
+            state.accept(letter)
+    assert time.thread_time() - begun < 3
+
+
+def test_a_choice_may_be_as_large_as_is_said(compiler: GrammarCompiler, walker: Walker) -> None:
+    """Also of texts that have no beginning in common."""
+    texts = tuple(chr(0x10000 + index) * 5 for index in range(9000))
+    assert walker.walk(compiler.compile(GrammarSpec("choice", texts)).start(), Random(1)) in texts
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback_bpe", "byte_fallback_unigram"])

@@ -8,6 +8,7 @@ templates look for them in messages.
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
@@ -73,7 +74,7 @@ class LiteralEncoder:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.special_texts)
-        self._pattern = re.compile(_any_of(tokenizer.added_texts))
+        self._pattern = re.compile(any_of(tokenizer.added_texts))
         secret = secrets.token_hex(8)
         self._names = {text: f"{secret}{index:08x}" for index, text in enumerate(sorted(self._special))}
         self._lock = Lock()
@@ -123,25 +124,27 @@ class LiteralEncoder:
         return ids
 
 
-def _any_of(texts: Iterable[str]) -> str:
+def any_of(texts: Iterable[str]) -> str:
     """A regular expression for the longest of `texts`, each beginning they share written once.
 
     Tried one after the other, a thousand reserved tokens make a megabyte of "<" the work of many seconds, in which no
     other thread runs.
     """
-    return _branches(sorted(filter(None, set(texts)))) or r"(?!)"
+    distinct = sorted(filter(None, set(texts)))
+    return _branches(distinct) if distinct else r"(?!)"
 
 
 def _branches(texts: list[str]) -> str:
     """The same for sorted texts, none twice."""
     branches = []
-    for first, group in groupby(filter(None, texts), key=lambda text: text[0]):
-        rests = [text[1:] for text in group]
-        branches.append(re.escape(first) + _branches(rests))
-    joined = "|".join(branches)
-    if not texts[0]:  # one of them ends here
-        return f"(?:{joined})?" if joined else ""
-    return joined if len(branches) == 1 else f"(?:{joined})"
+    for _, group in groupby(filter(None, texts), key=lambda text: text[0]):
+        same = list(group)
+        shared = os.path.commonprefix(same)
+        branches.append(re.escape(shared) + _branches([text[len(shared) :] for text in same]))
+    if not branches:
+        return ""
+    any_branch = f"(?:{'|'.join(branches)})"
+    return any_branch if texts[0] else f"{any_branch}?"  # one of them ends here
 
 
 def _strings(value: object) -> Iterator[str]:

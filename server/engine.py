@@ -30,6 +30,7 @@ from server.generation import (
     EngineUnavailable,
     GenerationFailed,
     GenerationRequest,
+    GrammarFailed,
     ModelCard,
     Output,
     Phase,
@@ -41,7 +42,7 @@ from server.reports import AbortCause, StepReport
 from server.scheduler.scheduler import Scheduler
 from server.session import Submission
 from server.sessions import Sessions
-from server.step import SequencesFailed, StepPlan, StepResult
+from server.step import GrammarsFailed, SequencesFailed, StepPlan, StepResult
 from server.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -274,8 +275,10 @@ class AsyncEngine:
                 result = await self._compute(started.runner.run, plan, sessions)
             except SequencesFailed as error:
                 # The others run their step again and lose nothing.
-                logger.error("%s", error)
-                sessions.fail(scheduler.fail(error.sequences), error.reason)
+                theirs = isinstance(error, GrammarsFailed)
+                logger.log(logging.WARNING if theirs else logging.ERROR, "%s", error)
+                failure = GrammarFailed(error.reason) if theirs else GenerationFailed(error.reason)
+                sessions.fail(scheduler.fail(error.sequences), failure)
                 sessions.report_pool()
                 self._flush(sessions)
             else:

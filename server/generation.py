@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, Protocol
 
 from server.step import Constraint, SamplingParams, TokenLogprobs
+
+
+class Ending(Protocol):
+    """Reads a text as it grows and knows when it is complete."""
+
+    def feed(self, text: str) -> bool:
+        """More of the text; whether it is complete with it."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +31,7 @@ class GenerationRequest:
     cache_salt: prefixes are shared only between requests of the same salt.
     read_cache: whether blocks that other requests computed may be used; without, siblings compute the prompt each.
     constraint: the grammar that the output follows; each sequence has its own.
+    ending: tells where else the text is complete, once it has `min_tokens`; each sequence has its own.
     shown_special_ids: special tokens that stand in the text although `skip_special_tokens`.
     queue_timeout: seconds from submission within which it, or another sequence submitted with it, must have started;
         else it fails with QueueTimeout. The server's own limit counts where that is less, here and for `timeout`.
@@ -45,6 +54,7 @@ class GenerationRequest:
     cache_salt: str = ""
     read_cache: bool = True
     constraint: Constraint | None = None
+    ending: Ending | None = None
     shown_special_ids: frozenset[int] = frozenset()
     queue_timeout: float | None = None
     timeout: float | None = None
@@ -202,3 +212,7 @@ class DeadlineExceeded(EngineError):
 
 class GenerationFailed(EngineError):
     """The engine failed while the request was open; its output is incomplete."""
+
+
+class GrammarFailed(GenerationFailed):
+    """The grammar that came with the request cannot be followed further; its output is incomplete."""

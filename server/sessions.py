@@ -14,6 +14,7 @@ from server.generation import (
     EngineError,
     GenerationFailed,
     GenerationRequest,
+    GrammarFailed,
     ModelCard,
     Output,
     QueueTimeout,
@@ -132,14 +133,14 @@ class Sessions:
             output = session.advance(progress, self._tokenizer, self._card.eos_token_ids)
         except Exception as error:  # whatever a grammar or a tokenizer does, the neighbours go on
             if isinstance(error, ConstraintFailed):
-                reason = str(error)
-                logger.error("request %s: %s", session.request.request_id, reason)
+                failure: GenerationFailed = GrammarFailed(str(error))
+                logger.warning("request %s: %s", session.request.request_id, error)
             else:
-                reason = "the output of this request could not be processed (see the server's log)"
+                failure = GenerationFailed("the output of this request could not be processed (see the server's log)")
                 logger.exception("request %s failed", session.request.request_id)
             if progress.finish_reason is None:
                 self._scheduler.abort(progress.request)
-            self._fail(session, reason)
+            self._fail(session, failure)
             return 0
         if output is None:
             return 0
@@ -151,13 +152,13 @@ class Sessions:
             self._close(session, output.finish_reason, None, now)
         return len(output.tokens)
 
-    def fail(self, sequences: Iterable[Request], reason: str) -> None:
+    def fail(self, sequences: Iterable[Request], failure: GenerationFailed) -> None:
         """End requests that the scheduler has let go of."""
         for sequence in sequences:
-            self._fail(self._open[sequence.request_id], reason)
+            self._fail(self._open[sequence.request_id], failure)
 
-    def _fail(self, session: Session, reason: str) -> None:
-        self._send(session, GenerationFailed(reason))
+    def _fail(self, session: Session, failure: GenerationFailed) -> None:
+        self._send(session, failure)
         self._metrics.discarded("error", session.num_held)
         self._close(session, "error", None, time.monotonic())
 

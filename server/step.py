@@ -175,6 +175,10 @@ class SequencesFailed(Exception):
         self.reason = reason
 
 
+class GrammarsFailed(SequencesFailed):
+    """The grammars of these sequences cannot be followed further."""
+
+
 class NonFiniteLogits(SequencesFailed, ArithmeticError):
     """The model computed NaN or infinite logits for these sequences."""
 

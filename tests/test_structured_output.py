@@ -15,7 +15,7 @@ import pytest
 
 from server.api.sequences import sequences
 from server.api.wire import SamplingFields
-from server.generation import GenerationFailed, Output
+from server.generation import GrammarFailed, Output
 from server.step import ConstraintFailed, Int32Array, SamplingParams
 from server.text.grammar import Grammar, GrammarCompiler, GrammarError, GrammarSpec
 from tests.engine_harness import Harness, collect, text_of
@@ -212,7 +212,7 @@ class Failing:
 async def test_a_grammar_that_fails_takes_nobody_with_it(harness: Harness, in_mask: bool) -> None:
     good = [harness.submit(harness.request((i,) * 5, max_tokens=30)) for i in range(3)]
     bad = harness.submit(harness.request(max_tokens=30, constraint=Failing(5, in_mask)))
-    with pytest.raises(GenerationFailed, match="too complex"):
+    with pytest.raises(GrammarFailed, match="too complex"):
         await collect(bad)
     for outputs in await asyncio.gather(*map(collect, good)):
         assert tokens_of(outputs) == [65] * 30

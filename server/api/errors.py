@@ -25,6 +25,7 @@ from server.generation import (
     DeadlineExceeded,
     EngineError,
     EngineUnavailable,
+    GrammarFailed,
     Phase,
     QueueFull,
     QueueTimeout,
@@ -182,6 +183,8 @@ def refused(error: EngineError) -> APIError:
             return APIError(504, str(error), code="deadline_exceeded", headers={"x-should-retry": "false"})
         case RequestTooLong():
             return too_long(str(error))
+        case GrammarFailed():  # a matter of the request's own, which would fail again
+            return APIError(400, f"The answer could not be finished: {error}.", code="grammar_failed")
         case EngineUnavailable():
             return unavailable(error.phase, str(error))
     return APIError(500, str(error), code="generation_failed")

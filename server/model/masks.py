@@ -6,10 +6,11 @@ import logging
 import os
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
-from server.step import ConstraintFailed, Int32Array, SequencesFailed, StepPlan
+from server.step import ConstraintFailed, GrammarsFailed, Int32Array, SequencesFailed, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,17 @@ class MaskFiller:
         if not rows:
             return None
         masks = Masks(rows, np.zeros((len(rows), self._num_words), dtype=np.int32))
-        failures: dict[int, str] = {}
+        failures: dict[int, _Failure] = {}
         shares = [range(first, len(rows), self._num_threads) for first in range(min(self._num_threads, len(rows)))]
         futures = [self._threads.submit(_fill, plan, masks, share, failures) for share in shares]
         return PendingMasks(plan, masks, failures, futures)
 
 
-def _fill(plan: StepPlan, masks: Masks, share: range, failures: dict[int, str]) -> None:
+_Failure: TypeAlias = tuple[type[SequencesFailed], str]
+"""What to raise, and why."""
+
+
+def _fill(plan: StepPlan, masks: Masks, share: range, failures: dict[int, _Failure]) -> None:
     for index in share:
         row = masks.rows[index]
         constraint = plan.constraints[row]
@@ -59,16 +64,18 @@ def _fill(plan: StepPlan, masks: Masks, share: range, failures: dict[int, str]) 
         try:
             constraint.fill_mask(masks.bits[index])
         except ConstraintFailed as error:
-            failures[row] = str(error)
+            failures[row] = GrammarsFailed, str(error)
         except Exception:  # whatever a grammar library does, the neighbours go on
             logger.exception("a constraint failed")
-            failures[row] = "the grammar could not be followed (see the server's log)"
+            failures[row] = SequencesFailed, "the grammar could not be followed (see the server's log)"
 
 
 class PendingMasks:
     """Masks in the making."""
 
-    def __init__(self, plan: StepPlan, masks: Masks, failures: dict[int, str], futures: list[Future[None]]) -> None:
+    def __init__(
+        self, plan: StepPlan, masks: Masks, failures: dict[int, _Failure], futures: list[Future[None]]
+    ) -> None:
         self._plan = plan
         self._masks = masks
         self._failures = failures
@@ -82,15 +89,15 @@ class PendingMasks:
         """The masks, once they are made.
 
         Raises:
-            SequencesFailed: grammars that cannot be followed; all that failed for the same reason as the first.
+            GrammarsFailed: grammars that cannot be followed; all that failed for the same reason as the first.
+            SequencesFailed: the same for faults that are not the grammars' own.
         """
         for future in self._futures:
             future.result()
         if self._failures:
             first = self._failures[min(self._failures)]
-            rows = sorted(row for row, reason in self._failures.items() if reason == first)
+            rows = sorted(row for row, failure in self._failures.items() if failure == first)
             sequences = tuple(int(self._plan.sample_rows[row]) for row in rows)
-            raise SequencesFailed(
-                f"sequence(s) {', '.join(map(str, sequences))} of the step: {first}", sequences, first
-            )
+            kind, reason = first
+            raise kind(f"sequence(s) {', '.join(map(str, sequences))} of the step: {reason}", sequences, reason)
         return self._masks

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.generation import GenerationFailed, Phase
+from server.generation import GenerationFailed, GrammarFailed, Phase
 from tests.api.conftest import PATH, Serve, Served, parse_events
 from tests.api.fake_engine import FakeEngine
 
@@ -86,6 +86,22 @@ async def test_one_failed_choice_ends_its_siblings(served: Served) -> None:
     (event,) = parse_events((await answer).text)
     assert event["error"]["code"] == "generation_failed"
     assert [stream.closed_by for stream in engine.streams] == ["api", None, "api"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_grammar_that_breaks_is_the_matter_of_who_sent_it(served: Served, stream: bool) -> None:
+    """A 500 would be sent again by OpenAI's clients, and wake somebody at night."""
+    engine = served.engine
+    engine.gate.clear()
+    answer = asyncio.create_task(served.post(prompt="x", stream=stream))
+    await engine.until(lambda: len(engine.open) == 1)
+    engine.streams[0].failure = GrammarFailed("it is too complex")
+    engine.wake()
+    response = await answer
+    assert response.status_code == (200 if stream else 400)
+    (body,) = parse_events(response.text) if stream else [response.json()]
+    assert (body["error"]["type"], body["error"]["code"]) == ("invalid_request_error", "grammar_failed")
+    assert "it is too complex" in body["error"]["message"]
 
 
 async def test_a_fault_of_our_own_in_a_stream(served: Served, caplog: pytest.LogCaptureFixture) -> None:

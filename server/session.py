@@ -91,6 +91,8 @@ class Session:
         delta = text.append(progress.token_id)
         if delta.stop is not None:
             return self._output(delta, "stop", delta.stop)
+        if self._is_complete(delta):
+            finish_reason = "stop"
         if finish_reason is None:
             return self._output(delta, None, None) if delta.released or delta.text else None
         last = text.finish()
@@ -107,6 +109,11 @@ class Session:
             return False
         constraint.accept(progress.token_id)
         return constraint.finished
+
+    def _is_complete(self, delta: Delta) -> bool:
+        """Whether the text is all that was asked for."""
+        ending, least = self.request.ending, self.request.params.min_tokens
+        return ending is not None and ending.feed(delta.text) and self.sequence.num_outputs >= least
 
     def cut_off(self) -> Output:
         """The last output of a request that is aborted: text that was held back stays back."""

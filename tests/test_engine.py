@@ -65,6 +65,29 @@ async def test_a_stop_string_ends_the_text_before_it(harness: Harness) -> None:
     assert sum(len(output.tokens) for output in outputs) == 3
 
 
+@pytest.mark.parametrize(("min_tokens", "max_tokens", "expected"), [(0, 20, 3), (0, 3, 3), (5, 20, 5)])
+async def test_a_text_ends_with_the_token_that_completes_it(
+    harness: Harness, min_tokens: int, max_tokens: int, expected: int
+) -> None:
+    class Three:
+        text = ""
+
+        def feed(self, text: str) -> bool:
+            self.text += text
+            return len(self.text) >= 3
+
+    params = SamplingParams(temperature=0.0, logit_bias={65: 100.0}, min_tokens=min_tokens)
+    finished = harness.value("requests_total", endpoint="completions", finish_reason="stop")
+    outputs = await collect(
+        harness.submit(harness.request(params=params, max_tokens=max_tokens, ending=Three(), stop=("never",)))
+    )
+    assert len(text_of(outputs)) == expected
+    assert (outputs[-1].finish_reason, outputs[-1].stop_reason) == ("stop", None)
+    assert outputs[-1].usage.completion_tokens == expected
+    await harness.settled()
+    assert harness.value("requests_total", endpoint="completions", finish_reason="stop") == finished + 1
+
+
 async def test_a_stop_token_is_counted_but_not_shown(harness: Harness) -> None:
     params = SamplingParams(temperature=0.0, logit_bias={65: 100.0}, stop_token_ids=frozenset({65}), min_tokens=0)
     outputs = await collect(harness.submit(harness.request(params=params)))
@@ -174,7 +197,11 @@ async def test_what_cannot_run_is_refused_at_once(checkpoint: Path) -> None:
     assert harness.engine.model.max_model_len == 128
     with pytest.raises(RequestTooLong, match="--kv-blocks"):
         harness.submit(harness.request((1,) * 100, max_tokens=29))
-    streams = [harness.submit(harness.request((1,) * 28, max_tokens=100)) for _ in range(3)]
+    request = harness.request((1,) * 28, max_tokens=100)
+    streams = [harness.submit(request)]
+    with pytest.raises(ValueError, match="in use"):
+        harness.submit(request)
+    streams += [harness.submit(harness.request((1,) * 28, max_tokens=100)) for _ in range(2)]
     with pytest.raises(QueueFull) as full:
         harness.submit(harness.request())
     assert full.value.retry_after >= 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 from server.api.errors import invalid
 from server.api.sampling import AllowedTokens
 from server.api.wire import SamplingFields
-from server.generation import GenerationRequest
+from server.generation import Ending, GenerationRequest
 from server.step import Constraint, SamplingParams
 
 
@@ -26,17 +25,20 @@ def sequences(
     prompt_logprobs: int | None = None,
     shown_special_ids: frozenset[int] = frozenset(),
     constrain: Callable[[], Constraint] | None = None,
+    ending: Callable[[], Ending] | None = None,
 ) -> list[GenerationRequest]:
     """One sequence for each of `params`, with ids `prefix/first` and on; the first computes the prompt all share.
 
     prompt_logprobs: the first sequence alone reports the scores of the prompt, which are the same for all.
     constrain: makes each sequence's own state of the grammar that they follow. Raises APIError 400 where the body also
         has `allowed_token_ids`: what one permits the other may forbid, which would leave no token to draw.
+    ending: makes what tells each sequence that its text is complete.
     """
+    permits: Constraint | None = None  # of all sequences, as it has no state
     if body.allowed_token_ids:
         if constrain is not None:
             raise invalid("allowed_token_ids", "'allowed_token_ids' and structured output cannot be combined.")
-        constrain = functools.partial(AllowedTokens, body.allowed_token_ids)
+        permits = AllowedTokens(body.allowed_token_ids)
     return [
         GenerationRequest(
             request_id=f"{prefix}/{first + i}",
@@ -51,7 +53,8 @@ def sequences(
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
             read_cache=body.cache_prompt is not False,
-            constraint=constrain() if constrain is not None else None,
+            constraint=constrain() if constrain is not None else permits,
+            ending=ending() if ending is not None else None,
             shown_special_ids=shown_special_ids,
             queue_timeout=body.queue_timeout,
             timeout=body.request_timeout,

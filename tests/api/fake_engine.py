@@ -101,7 +101,7 @@ class FakeStream:
             return [Output("", (), Usage(prompt, 0, cached), "length", None, scores)]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(bytes(i for i in request.prompt_ids if i < 256))  # it may end inside a character
-        whole, pieces, matched = "", [], None
+        whole, pieces, matched, complete = "", [], None, False
         for index, token in enumerate(tokens):
             final = index == len(tokens) - 1
             pieces.append("" if token >= 256 else decoder.decode(bytes([token]), final))
@@ -110,7 +110,8 @@ class FakeStream:
             if found:
                 at, matched = min(found)
                 whole = whole[:at]
-            if found or token in request.params.stop_token_ids:
+            complete = request.ending is not None and request.ending.feed(pieces[-1])
+            if found or complete or token in request.params.stop_token_ids:
                 break
         outputs: list[Output] = []
         end = 0
@@ -124,7 +125,7 @@ class FakeStream:
             stop_reason: str | int | None = None
             if index == len(pieces) - 1:
                 ended = token in request.params.stop_token_ids
-                reason = "stop" if matched or ended else "length"
+                reason = "stop" if matched or complete or ended else "length"
                 stop_reason = matched or (token if ended and token != EOS else None)
             usage = Usage(prompt, index + 1, cached)
             outputs.append(

@@ -96,11 +96,14 @@ async def test_a_stop_string_inside_a_call_makes_it_no_call_to_act_upon(talking:
 
 
 async def test_one_call_only(talking: Served) -> None:
-    """A second call and all after it is left out, and a limit that cuts only what is left out cuts nothing."""
+    """The reply ends with the first call: nothing is made after it, and a limit that is reached there cuts nothing."""
     engine_of(talking).reply = REPLY + "Done."
-    for limit in (None, len(REPLY.encode()) - 20):
+    most = len(f"{REASONED}Let me see.{TIME}".encode()) - len("}\n</tool_call>")
+    for limit in (None, most + 1, most):
         body = {"messages": [USER], "tools": TOOLS, "parallel_tool_calls": False, "max_tokens": limit}
-        choice = (await say(talking, **body))["choices"][0]
+        answer = await say(talking, **body)
+        assert answer["usage"]["completion_tokens"] == most
+        choice = answer["choices"][0]
         assert [item["function"]["name"] for item in choice["message"]["tool_calls"]] == ["get_time"]
         assert choice["message"]["content"] == "Let me see."
         assert choice["finish_reason"] == "tool_calls"

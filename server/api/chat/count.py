@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from server.api.body import parse_object, read_body
 from server.api.chat.job import Translated, render_prompt
-from server.api.chat.tools import resolve_choice
-from server.api.parameters import IGNORED_HEADER, ignored_header
+from server.api.chat.tools import offered_tools
+from server.api.parameters import ignored_header
 from server.api.renaming import NONE, Names, renamed
 from server.api.serve import LARGE_BODY
 from server.api.service import served_name, service_of
@@ -39,11 +39,11 @@ async def count_tokens(
         body = translated.body
         served_name(body.model, model)
         with renamed(names):
-            tools = [] if resolve_choice(body.tools, body.tool_choice) == "none" else body.tools
+            tools, _ = offered_tools(body.tools, body.tool_choice)
             rendered = render_prompt(body, tools, service.chat_template(tokenizer), model, field)
         return len(rendered.ids), translated
 
     worker = service.in_large_worker if len(data) > LARGE_BODY else service.in_worker
     number, translated = await worker(count)
-    headers = {IGNORED_HEADER: ignored_header(translated.unknown)} if translated.unknown else {}
-    return Response(json.dumps({"input_tokens": number, **rest}), 200, headers, "application/json")
+    body = json.dumps({"input_tokens": number, **rest})
+    return Response(body, 200, ignored_header(translated.unknown), "application/json")

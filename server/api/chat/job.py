@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 from server.api.chat.grammar import reply_structure
 from server.api.chat.messages import num_characters
-from server.api.chat.tools import resolve_choice
+from server.api.chat.tools import offered_tools
 from server.api.chat.wire import ChatRequest
 from server.api.errors import invalid, show, too_long
 from server.api.exchange import Exchange
-from server.api.parameters import IGNORED_HEADER, ignored_header
+from server.api.parameters import ignored_header
 from server.api.sampling import check_ids, output_cap, sampling_params, sibling
 from server.api.sequences import sequences
 from server.api.service import Service, served_name
@@ -35,12 +35,6 @@ class Translated:
     body: ChatRequest
     unknown: Sequence[str] = ()
     extra: Any = None
-
-
-class InWorker(Protocol):
-    """`Service.in_worker` or `Service.in_large_worker`."""
-
-    def __call__(self, function: Any, *args: Any) -> Awaitable[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class ChatJob:
 
     @property
     def max_calls(self) -> float:
-        """How many calls one reply may have; where no grammar holds the model to it, the reply ends with the last."""
+        """How many calls one reply may have; it ends with the last."""
         return 1 if self.body.parallel_tool_calls is False else float("inf")
 
     @cached_property
@@ -105,55 +99,41 @@ class ChatJob:
         return self.format.parser(self.prompt_text, tools=self.tools)
 
 
-async def prepare(
-    service: Service,
-    exchange: Exchange,
-    translated: Translated,
-    worker: InWorker,
-    *,
-    endpoint: str,
-    field: str,
-) -> ChatJob:
-    """Raises APIError. `field` is what the route calls the conversation."""
+def prepare(service: Service, exchange: Exchange, translated: Translated, *, endpoint: str, field: str) -> ChatJob:
+    """Belongs in a worker. `field` is what the route calls the conversation. Raises APIError."""
     body = translated.body
     model, tokenizer = service.ready_model()
     name = served_name(body.model, model)
     max_tokens = _max_tokens(body, model)
     _check_together(body, max_tokens, service.settings.max_queued_requests)
-    choice = resolve_choice(body.tools, body.tool_choice)
-    wanted = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, model, wanted)
+    tools, choice = offered_tools(body.tools, body.tool_choice)
+    params = sampling_params(body, model, (body.top_logprobs or 0) if body.logprobs else None)
     answer = structure_of(body)
-    tools = [] if choice == "none" else body.tools
-
-    def build() -> tuple[ReplyFormat, Rendered, list[GenerationRequest]]:
-        template = service.chat_template(tokenizer)
-        _check_length(body, tokenizer, model, field)
-        rendered = render_prompt(body, tools, template, model, field)
-        cap = output_cap(max_tokens, len(rendered.ids), model, field)
-        constrain = None
-        parallel = body.parallel_tool_calls is not False
-        structure = reply_structure(tools, choice, parallel, answer, template.reply_format, rendered.text)
-        if structure is not None:
-            constrain = constrainer(service, structure.spec, structure.param, ignore_eos=body.ignore_eos is True)
-        seed = service.fresh_seed() if body.seed is None else body.seed
-        requests = sequences(
-            body,
-            tuple(rendered.ids),
-            [sibling(params, seed, i) for i in range(body.n or 1)],
-            cap,
-            prefix=f"{exchange.request_id}/{service.fresh_serial()}",
-            first=0,
-            endpoint=endpoint,
-            streaming=bool(body.stream),
-            tenant=exchange.tenant,
-            shown_special_ids=template.reply_format.marker_ids,
-            constrain=constrain,
-        )
-        return template.reply_format, rendered, requests
-
-    reply_format, rendered, requests = await worker(build)
-    headers = {IGNORED_HEADER: ignored_header(translated.unknown)} if translated.unknown else {}
+    template = service.chat_template(tokenizer)
+    reply_format = template.reply_format
+    _check_length(body, tokenizer, model, field)
+    rendered = render_prompt(body, tools, template, model, field)
+    cap = output_cap(max_tokens, len(rendered.ids), model, field)
+    parallel = body.parallel_tool_calls is not False
+    structure = reply_structure(tools, choice, parallel, answer, reply_format, rendered.text)
+    constrain = None
+    if structure is not None:
+        constrain = constrainer(service, structure.spec, structure.param, ignore_eos=body.ignore_eos is True)
+    seed = service.fresh_seed() if body.seed is None else body.seed
+    requests = sequences(
+        body,
+        tuple(rendered.ids),
+        [sibling(params, seed, i) for i in range(body.n or 1)],
+        cap,
+        prefix=f"{exchange.request_id}/{service.fresh_serial()}",
+        first=0,
+        endpoint=endpoint,
+        streaming=bool(body.stream),
+        tenant=exchange.tenant,
+        shown_special_ids=reply_format.marker_ids,
+        constrain=constrain,
+        ending=None if parallel or not tools else partial(reply_format.first_call, rendered.text, tools=tools),
+    )
     return ChatJob(
         body,
         exchange.request_id,
@@ -163,7 +143,7 @@ async def prepare(
         tools,
         rendered.text,
         requests,
-        headers,
+        ignored_header(translated.unknown),
         translated.extra,
     )
 

@@ -14,7 +14,7 @@ from server.api.chat.scores import score
 from server.api.chat.wire import ChatUsageBody, ScoreBody
 from server.api.generation import Generation
 from server.generation import Output
-from server.text.reply import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
+from server.text.reply import Part, Reasoning, ToolCallArguments, ToolCallStart
 
 if TYPE_CHECKING:
     from server.text.reply import ReplyParser
@@ -75,7 +75,7 @@ class _Choice:
         self._parser: ReplyParser = job.parser()
         self._scores: list[ScoreBody] = []
         self._arguments: list[list[str]] = []  # of each call begun
-        self._surplus = False  # whether there was a call more than the reply may have
+        self._surplus = False  # whether anything has followed the last call that the reply may have
         # Characters fed to the parser and characters of the released tokens: they tell where a token's text ends.
         self._num_fed = 0
         self._num_released = 0
@@ -124,23 +124,24 @@ class _Choice:
         return parts
 
     def _keep(self, parts: Sequence[Part]) -> tuple[Part, ...]:
-        """The parts to show, with the calls' ids, and with their arguments noted. A call too many ends the reply."""
+        """The parts to show, with the calls' ids, and with their arguments noted.
+
+        Nothing follows the last call that there may be. The engine ends with it; its token may hold more text.
+        """
         if self._surplus:
             return ()
-        if len(parts) == 1 and type(parts[0]) is Content:
-            return (parts[0],)
         kept: list[Part] = []
         for part in parts:
             match part:
-                case ToolCallStart(index, name, call_id):
-                    if index >= self._job.max_calls:
-                        self._surplus = True
-                        break
-                    self._arguments.append([])
-                    kept.append(ToolCallStart(index, name, call_id or self._call_id(index)))
                 case ToolCallArguments(index, text):
                     self._arguments[index].append(text)
                     kept.append(part)
+                case _ if len(self._arguments) >= self._job.max_calls:
+                    self._surplus = True
+                    break
+                case ToolCallStart(index, name, call_id):
+                    self._arguments.append([])
+                    kept.append(ToolCallStart(index, name, call_id or self._call_id(index)))
                 case Reasoning() if self._job.body.include_reasoning is False:
                     continue
                 case _:

@@ -40,7 +40,7 @@ async def serve_chat(
         worker = service.in_large_worker if large else service.in_worker
         translated = await worker(translate, raw) if large else translate(raw)
         with renamed(names):
-            return await prepare(service, exchange, translated, worker, endpoint=endpoint, field=field)
+            return await worker(prepare, service, exchange, translated, endpoint=endpoint, field=field)
 
     try:
         return await serve(request, endpoint, job, make_writer)

@@ -109,13 +109,17 @@ def check_tool_choice(value: object) -> ToolChoice | None:
     raise place.must_be('\'none\', \'auto\', \'required\' or {"type": "function", "function": {"name": ...}}')
 
 
-def resolve_choice(tools: Sequence[dict[str, Any]], choice: ToolChoice | None) -> ToolChoice:
-    """What is to happen, given both fields. Raises APIError 400 where they do not go together."""
+def offered_tools(
+    tools: Sequence[dict[str, Any]], choice: ToolChoice | None
+) -> tuple[Sequence[dict[str, Any]], ToolChoice]:
+    """The tools that the model is shown, and what it is to do with them. Raises APIError 400 where the two fields do
+    not go together.
+    """
     if not tools:
         if choice is None or choice in ("none", "auto"):
-            return "none"
+            return (), "none"
         raise invalid("tool_choice", "This 'tool_choice' needs 'tools', and there are none.")
     if isinstance(choice, Named) and choice.name not in [tool["function"]["name"] for tool in tools]:
         message = f"'tool_choice' names {show(choice.name)}, which is not among the 'tools'."
         raise invalid("tool_choice.function.name", message)
-    return choice or "auto"
+    return (() if choice == "none" else tools), choice or "auto"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from server.text.formats.grammars import ReplyGrammar
-from server.text.formats.parser import Reply, names_of
+from server.text.formats.parser import FirstCall, Reply, names_of
 from server.text.formats.reasoning import Tags, find_tags, is_open
 from server.text.formats.syntaxes import SYNTAXES, Syntax
 from server.text.reply import ReplyParser
@@ -50,6 +50,13 @@ class ReplyFormat:
         prompt_text: the rendered prompt, which may have begun the reasoning already.
         tools: the functions offered; without any, no call is looked for.
         """
+        return self._reply(prompt_text, tools)
+
+    def first_call(self, prompt_text: str, *, tools: Sequence[Tool]) -> FirstCall:
+        """Tells when one reply has had a call."""
+        return FirstCall(self._reply(prompt_text, tools))
+
+    def _reply(self, prompt_text: str, tools: Sequence[Tool]) -> Reply:
         opened = self._tags is not None and is_open(self._tags, prompt_text, self._tokenizer)
         return Reply(self._tags, opened, self.syntax, names_of(tools))
 

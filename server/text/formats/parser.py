@@ -36,6 +36,7 @@ class Reply:
 
     tags: how the model marks reasoning, None where it does not. opened: whether the prompt has begun it.
     syntax: the markup of calls. names: the functions that are offered; without any, no call is looked for.
+    num_complete: calls whose arguments have all been read.
     """
 
     def __init__(self, tags: Tags | None, opened: bool, syntax: CallSyntax, names: Collection[str]) -> None:
@@ -46,6 +47,7 @@ class Reply:
         self._names = frozenset(names)
         self._parts: list[Part] = []
         self._num_calls = 0
+        self.num_complete = 0
         self._run = self._reply()
 
     def feed(self, text: str) -> list[Part]:
@@ -99,6 +101,7 @@ class Reply:
                 raise
             if (closer := (yield from reader.text_before(closers, sink))) is not None:
                 reader.pos -= len(closer)
+        self.num_complete = self._num_calls
 
     def envelope(self, closers: Sequence[str], *, bare: bool = False) -> Waiting[None]:
         """Read {"name": ..., "arguments": {...}}, in any order and with other fields, as one call.
@@ -154,6 +157,7 @@ class Reply:
     def _hand(self, sink: Sink | None, arguments: str) -> None:
         assert sink is not None
         sink(_object_text(arguments))
+        self.num_complete = self._num_calls
 
     def envelopes(self, closers: Sequence[str]) -> Waiting[None]:
         """Read a list of calls whose opening bracket has been read."""
@@ -234,11 +238,22 @@ class Reply:
             self._parts.append(Reasoning(text))
 
 
+class FirstCall:
+    """Reads a reply as it grows until a call of it is complete; a `server.generation.Ending`."""
+
+    def __init__(self, reply: Reply) -> None:
+        self._reply = reply
+
+    def feed(self, text: str) -> bool:
+        self._reply.feed(text)
+        return self._reply.num_complete > 0
+
+
 def _string(text: str) -> str:
     """The value of a JSON string. Raises Malformed where it is none."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, str):
         raise Malformed
@@ -253,7 +268,7 @@ def _object_text(text: str) -> str:
             return "{}"
         if isinstance(value, str) and isinstance(json.loads(value), dict):
             return value
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     return text
 

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 from server.api.errors import invalid
 
 IGNORED_HEADER = "x-sluice-ignored-parameters"
+MOST_NAMES = 16
+_LONGEST_NAME = 60
 
 HARMLESS = frozenset(
     {
@@ -130,9 +132,11 @@ def check_unhandled(body: Mapping[str, Any], handled: Collection[str], unsupport
     return unknown
 
 
-def ignored_header(names: Collection[str]) -> str:
-    """The header's value: client-chosen names, stripped of all that has no place in a header, a few hundred bytes."""
-    shown = [re.sub(r"[^A-Za-z0-9_.-]", "?", name[:40]) or "?" for name in list(names)[:16]]
+def ignored_header(names: Collection[str]) -> dict[str, str]:
+    """The header that names them, none without any. Its value is a few hundred bytes: what clients call their fields,
+    stripped of all that has no place in a header.
+    """
+    shown = [re.sub(r"[^A-Za-z0-9_.\[\]-]", "?", name[:_LONGEST_NAME]) or "?" for name in list(names)[:MOST_NAMES]]
     if len(names) > len(shown):
         shown.append("...")
-    return ", ".join(shown)
+    return {IGNORED_HEADER: ", ".join(shown)} if shown else {}

@@ -153,6 +153,7 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
     service.warming_up = True
     try:
         await engine.start()
+        await service.in_worker(app.openapi)  # made once; the first 405 would hold up all others for it
         code = await _until_stopped(engine, service, stopping, url_of(listener))
         await _drain(engine, settings.shutdown_timeout)
     finally:

@@ -8,12 +8,12 @@ templates look for them in messages.
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import groupby
+from itertools import groupby, takewhile
+from operator import eq
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
@@ -139,8 +139,8 @@ def _branches(texts: list[str]) -> str:
     branches = []
     for _, group in groupby(filter(None, texts), key=lambda text: text[0]):
         same = list(group)
-        shared = os.path.commonprefix(same)
-        branches.append(re.escape(shared) + _branches([text[len(shared) :] for text in same]))
+        length = sum(takewhile(bool, map(eq, same[0], same[-1])))  # of the beginning that all share: they are sorted
+        branches.append(re.escape(same[0][:length]) + _branches([text[length:] for text in same]))
     if not branches:
         return ""
     any_branch = f"(?:{'|'.join(branches)})"

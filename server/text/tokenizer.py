@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 _Speller = Callable[[str], bytes]
 
+_MANY = 4096
+
 
 class Tokenizer:
     """A Hugging Face tokenizer, fast or slow, with the few operations the server needs. Safe to use from any thread.
@@ -135,6 +137,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of `ids`, spaces as they are; bytes that form no character become U+FFFD."""
+        if self._backend is not None and len(ids) > _MANY:
+            # As in `encode`, only the batch call lets other threads run; for a few tokens it is not worth its price.
+            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         if self._backend is not None:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         text = self._tokenizer.decode(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from server.api.errors import invalid
 from server.api.exchange import Exchange
-from server.api.parameters import COMPLETIONS, IGNORED_HEADER, check_unhandled, ignored_header
+from server.api.parameters import COMPLETIONS, check_unhandled, ignored_header
 from server.api.prompts import TokenizedPrompt, tokenize
 from server.api.sampling import output_cap, sampling_params, sibling
 from server.api.sequences import sequences
@@ -60,8 +60,18 @@ class Job:
 
 async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], large: bool) -> Job:
     """`raw` as a job; a `large` body is checked in a worker of its own. Raises APIError."""
-    worker = service.in_large_worker if large else service.in_worker
-    unknown, body = await worker(_check, raw) if large else _check(raw)
+    if large:
+        return await service.in_large_worker(lambda: _job(service, exchange, *_check(raw)))
+    return await service.in_worker(_job, service, exchange, *_check(raw))
+
+
+def _check(raw: Mapping[str, Any]) -> tuple[list[str], CompletionRequest]:
+    """The fields nobody knows, and the checked body. Raises APIError."""
+    return check_unhandled(raw, CompletionRequest.model_fields.keys(), COMPLETIONS), parse(CompletionRequest, raw)
+
+
+def _job(service: Service, exchange: Exchange, unknown: list[str], body: CompletionRequest) -> Job:
+    """Belongs in a worker. Raises APIError."""
     model, tokenizer = service.ready_model()
     name = served_name(body.model, model)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -72,14 +82,11 @@ async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], 
     structure = structure_of(body)
     constrain = None
     if structure is not None:
-        constrain = await worker(
-            constrainer, service, structure.spec, structure.param, ignore_eos=body.ignore_eos is True
-        )
-    fim = await worker(_fim, body, tokenizer) if body.suffix else None
+        constrain = constrainer(service, structure.spec, structure.param, ignore_eos=body.ignore_eos is True)
+    fim = _fim(body, tokenizer) if body.suffix else None
     if fim is not None and not body.ignore_eos:
         params = dataclasses.replace(params, stop_token_ids=params.stop_token_ids | fim.end_ids)
-    prompts = await worker(
-        tokenize,
+    prompts = tokenize(
         body.prompt,
         tokenizer,
         model,
@@ -109,13 +116,8 @@ async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], 
             prompt_logprobs=body.logprobs if body.echo else None,
             constrain=constrain,
         )
-    headers = {IGNORED_HEADER: ignored_header(unknown)} if unknown else {}
-    return Job(body, f"cmpl-{exchange.request_id}", name, tokenizer, prompts, requests, headers)
-
-
-def _check(raw: Mapping[str, Any]) -> tuple[list[str], CompletionRequest]:
-    """The fields nobody knows, and the checked body. Raises APIError."""
-    return check_unhandled(raw, CompletionRequest.model_fields.keys(), COMPLETIONS), parse(CompletionRequest, raw)
+    id_ = f"cmpl-{exchange.request_id}"
+    return Job(body, id_, name, tokenizer, prompts, requests, ignored_header(unknown))
 
 
 def _width(body: CompletionRequest) -> int:

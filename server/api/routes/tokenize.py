@@ -14,10 +14,10 @@ from typing_extensions import TypedDict
 
 from server.api.body import parse_object, read_body
 from server.api.chat.job import render_prompt
-from server.api.chat.tools import resolve_choice
+from server.api.chat.tools import offered_tools
 from server.api.chat.wire import CHAT, ChatRequest
 from server.api.errors import invalid
-from server.api.parameters import COMPLETIONS, IGNORED_HEADER, check_unhandled, ignored_header
+from server.api.parameters import COMPLETIONS, check_unhandled, ignored_header
 from server.api.sampling import check_ids
 from server.api.serve import LARGE_BODY
 from server.api.service import Service, served_name, service_of
@@ -116,8 +116,7 @@ async def _answer(request: Request, answer: Answer) -> Response:
 
     worker = service.in_large_worker if len(data) > LARGE_BODY else service.in_worker
     body, unknown = await worker(work)
-    headers = {IGNORED_HEADER: ignored_header(unknown)} if unknown else {}
-    return Response(body, 200, headers, "application/json")
+    return Response(body, 200, ignored_header(unknown), "application/json")
 
 
 def _tokenize(
@@ -135,7 +134,7 @@ def _tokenize(
         unknown = check_unhandled(raw, TokenizeChat.model_fields.keys(), CHAT)
         body = parse(TokenizeChat, raw)
         served_name(body.model, model)
-        tools = [] if resolve_choice(body.tools, body.tool_choice) == "none" else body.tools
+        tools, _ = offered_tools(body.tools, body.tool_choice)
         ids = render_prompt(body, tools, service.chat_template(tokenizer), model, "messages").ids
     strings = _written(tokenizer.token_strings(ids)) if body.return_token_strs else "null"
     head = f'{{"count": {len(ids)}, "max_model_len": {model.max_model_len}'

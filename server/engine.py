@@ -277,8 +277,8 @@ class AsyncEngine:
                 # The others run their step again and lose nothing.
                 theirs = isinstance(error, GrammarsFailed)
                 logger.log(logging.WARNING if theirs else logging.ERROR, "%s", error)
-                failure = GrammarFailed(error.reason) if theirs else GenerationFailed(error.reason)
-                sessions.fail(scheduler.fail(error.sequences), failure)
+                kind = GrammarFailed if theirs else GenerationFailed
+                sessions.fail(scheduler.fail(error.sequences), kind, error.reason)
                 sessions.report_pool()
                 self._flush(sessions)
             else:

@@ -152,10 +152,10 @@ class Sessions:
             self._close(session, output.finish_reason, None, now)
         return len(output.tokens)
 
-    def fail(self, sequences: Iterable[Request], failure: GenerationFailed) -> None:
-        """End requests that the scheduler has let go of."""
+    def fail(self, sequences: Iterable[Request], kind: type[GenerationFailed], reason: str) -> None:
+        """End requests that the scheduler has let go of, each with an error of its own."""
         for sequence in sequences:
-            self._fail(self._open[sequence.request_id], failure)
+            self._fail(self._open[sequence.request_id], kind(reason))
 
     def _fail(self, session: Session, failure: GenerationFailed) -> None:
         self._send(session, failure)

@@ -120,6 +120,25 @@ def test_the_first_to_return_is_level_with_the_last_to_leave() -> None:
     assert (counters.served("a"), counters.served("b")) == (1100, 1100)
 
 
+def test_who_comes_among_others_is_level_with_the_least_of_them() -> None:
+    counters = TokenCounters()
+    for tenant in "abc":
+        counters.enter(Request(tenant, [1], SamplingParams(), 1, tenant=tenant))
+    for tenant, tokens in (("a", 900), ("b", 7), ("c", 40)):
+        counters.charge(tenant, input_tokens=tokens)
+    counters.enter(Request("d", [1], SamplingParams(), 1, tenant="d"))
+    assert counters.served("d") == 7
+
+
+def test_places_that_are_free_together_are_shared_too() -> None:
+    driver = fair()
+    for tenant in "ab":
+        for _ in range(4):
+            driver.add([1] * 3, 2, tenant=tenant)
+    driver.step()
+    assert [request.tenant for request in driver.scheduler.admitted] == ["a", "b", "a", "b"]
+
+
 def test_priority_orders_within_a_tenant_only() -> None:
     driver = fair(max_num_seqs=1)
     running = driver.add([1], 2, tenant="a")

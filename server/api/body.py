@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 from starlette.requests import Request
@@ -13,6 +14,8 @@ from server.api.errors import APIError, ClientGone, invalid, show
 from server.api.service import service_of
 
 MOST_SILENCE_SECONDS = 30.0
+# Bodies are held while they arrive, which a client may draw out. Together they may be so many times the limit of one.
+_MOST_BODIES = 32
 # A body over the limit is read on and dropped up to so many times the limit: a client that is still sending would see
 # its connection reset instead of the answer.
 _MOST_DROPPED = 8
@@ -21,9 +24,10 @@ _MOST_DROPPED = 8
 async def read_body(request: Request) -> bytes:
     """The body of a request that declares JSON.
 
-    Raises APIError 415, 413 or 408, and ClientGone if the connection closes before the body is complete.
+    Raises APIError 415, 413, 429 or 408, and ClientGone if the connection closes before the body is complete.
     """
-    limit = service_of(request).settings.max_body_size
+    service = service_of(request)
+    limit = service.settings.max_body_size
     content_type = request.headers.get("content-type", "")
     if content_type.partition(";")[0].strip().lower() != "application/json":
         got = show(content_type) if content_type else "none"
@@ -34,8 +38,46 @@ async def read_body(request: Request) -> bytes:
     if encoding not in ("", "identity"):
         raise APIError(415, f"A body must not be compressed; got content encoding {show(encoding)}.")
     chunks: list[bytes] = []
-    size = 0
-    while True:
+    size = held = 0
+    too_many = False
+    try:
+        async for chunk in _chunks(request):
+            size += len(chunk)
+            too_many = too_many or service.arriving_bytes + len(chunk) > _MOST_BODIES * limit
+            if size <= limit and not too_many:
+                chunks.append(chunk)
+                service.arriving_bytes += len(chunk)
+                held += len(chunk)
+            else:
+                chunks.clear()
+                service.arriving_bytes -= held
+                held = 0
+            if size > _MOST_DROPPED * limit:
+                break
+    finally:
+        service.arriving_bytes -= held
+    if size > limit:
+        raise APIError(
+            413,
+            f"The body is larger than the {limit} bytes a request may have (--max-body-size).",
+            code="body_too_large",
+            headers={"connection": "close"},
+        )
+    if too_many:
+        raise APIError(
+            429,
+            f"Bodies of {_MOST_BODIES * limit} bytes, {_MOST_BODIES} times --max-body-size, are arriving already.",
+            code="queue_full",
+            headers={"retry-after": "1"},
+            reason="queue_full",
+        )
+    return b"".join(chunks)
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    """Raises APIError 408 and ClientGone."""
+    more = True
+    while more:
         try:
             async with asyncio.timeout(MOST_SILENCE_SECONDS):
                 message = await request.receive()
@@ -48,22 +90,8 @@ async def read_body(request: Request) -> bytes:
             ) from None
         if message["type"] == "http.disconnect":
             raise ClientGone
-        chunk: bytes = message.get("body", b"")
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        else:
-            chunks.clear()
-        if not message.get("more_body", False) or size > _MOST_DROPPED * limit:
-            break
-    if size > limit:
-        raise APIError(
-            413,
-            f"The body is larger than the {limit} bytes a request may have (--max-body-size).",
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
-    return b"".join(chunks)
+        yield message.get("body", b"")
+        more = message.get("more_body", False)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -51,6 +51,7 @@ class Service:
 
     draining: set at the first signal, before the engine has heard of it.
     keep_alive: seconds of silence after which a stream gets a comment.
+    arriving_bytes: bytes held of bodies that are not complete.
     preparing: bodies that are being checked and tokenized; each has a place in the queue already.
     """
 
@@ -67,6 +68,7 @@ class Service:
         self.keep_alive = settings.sse_keep_alive or math.inf
         self.draining = False
         self.warming_up = False
+        self.arriving_bytes = 0
         self.preparing = 0
         self._tracer = tracer
         self._open: dict[str, list[OpenRequest]] = {}

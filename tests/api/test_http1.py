@@ -10,7 +10,7 @@ from typing import Any
 import h11
 import pytest
 
-from server.api import http1
+from server.api import body, http1
 from tests.api.conftest import PATH, Serve, Served
 
 HOST = b"host: x\r\n"
@@ -199,3 +199,29 @@ async def test_one_connection_lives_through_all_refusals(serve: Serve, pipelined
         assert statuses == [*(status for *_, status in REFUSED), 200]
         assert await reader.read() == b""
         writer.close()
+
+
+async def test_bodies_that_arrive_together_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else clients that draw out large bodies would take all memory, before any has a place in the queue."""
+    monkeypatch.setattr(body, "_MOST_BODIES", 2)
+    async with serve(max_body_size=100_000) as served:
+        service = served.app.state.service
+        port = int(served.url.rpartition(":")[2])
+        head = b"POST " + PATH.encode() + b" HTTP/1.1\r\n" + HOST + b"content-type: application/json\r\n"
+        writers = []
+        for _ in range(2):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b"content-length: 100000\r\n\r\n" + b" " * 99_990)
+            writers.append(writer)
+        async with asyncio.timeout(10):
+            while service.arriving_bytes < 2 * 99_990:
+                await asyncio.sleep(0.01)
+        refusal = await served.post(prompt="x")
+        assert (refusal.status_code, refusal.json()["error"]["code"]) == (429, "queue_full")
+        assert refusal.headers["retry-after"] == "1"
+        for writer in writers:
+            writer.close()
+        async with asyncio.timeout(10):
+            while service.arriving_bytes:
+                await asyncio.sleep(0.01)
+        assert (await served.post(prompt="x")).status_code == 200

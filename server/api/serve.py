@@ -13,6 +13,7 @@ from server.api.body import parse_object, read_body
 from server.api.errors import APIError
 from server.api.exchange import Exchange, exchange_of
 from server.api.generation import Generation, counting_refusal, preparing
+from server.api.large import dump
 from server.api.service import Service, service_of
 from server.api.sse import EventStream
 from server.api.watch import DisconnectWatch
@@ -20,8 +21,8 @@ from server.generation import GenerationRequest
 
 # A larger body is parsed and checked in a worker, so that it does not delay other requests' tokens.
 LARGE_BODY = 64 * 1024
-# An answer with more log-probabilities than this takes tens of milliseconds to write, which a worker then does.
-_MANY_SCORES = 10_000
+# An answer with more numbers than this takes milliseconds to write, which a worker then does.
+_MANY_NUMBERS = 10_000
 
 
 class Job(Protocol):
@@ -44,8 +45,8 @@ class Writer(Protocol):
     """Writes the outputs of a generation, either as one body or as events; only one of the two is called."""
 
     @property
-    def num_scores(self) -> int:
-        """Log-probabilities in the whole answer, at most."""
+    def num_numbers(self) -> int:
+        """Log-probabilities and token ids in the whole answer, at most."""
         ...
 
     async def whole(self) -> Mapping[str, Any]: ...
@@ -83,7 +84,12 @@ async def serve(
     except BaseException:
         watch.close()
         raise
-    writer = make_writer(job, generation)
+    try:
+        writer = make_writer(job, generation)
+    except BaseException:
+        generation.close()
+        watch.close()
+        raise
     if job.streaming:
         return EventStream(
             writer.events(), generation.close, watch, exchange, service.keep_alive, job.headers, writer.failure
@@ -93,10 +99,6 @@ async def serve(
     finally:
         generation.close()
         watch.close()
-    many = writer.num_scores > _MANY_SCORES
-    body = await service.in_large_worker(_dump, answer) if many else _dump(answer)
+    large = writer.num_numbers > _MANY_NUMBERS
+    body = await service.in_large_worker(dump, answer) if large else json.dumps(answer)
     return Response(body, 200, job.headers, "application/json")
-
-
-def _dump(answer: Mapping[str, Any]) -> bytes:
-    return json.dumps(answer).encode()

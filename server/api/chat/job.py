@@ -77,7 +77,7 @@ class ChatJob:
         return len(self.requests[0].prompt_ids)
 
     @property
-    def num_scores(self) -> int:
+    def num_numbers(self) -> int:
         """Log-probabilities in the whole answer, at most."""
         if not self.body.logprobs:
             return 0

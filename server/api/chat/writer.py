@@ -26,8 +26,8 @@ class ChatWriter:
         self._reply = ChatReply(job, generation)
 
     @property
-    def num_scores(self) -> int:
-        return self._job.num_scores
+    def num_numbers(self) -> int:
+        return self._job.num_numbers
 
     async def whole(self) -> ChatBody:
         job = self._job

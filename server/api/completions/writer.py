@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -10,6 +11,7 @@ from json.encoder import encode_basestring_ascii as quote
 from server.api.completions.job import Job
 from server.api.errors import APIError
 from server.api.generation import Generation
+from server.api.large import dump
 from server.api.logprobs import LogprobsWriter
 from server.api.sse import DONE, error_event, event
 from server.api.wire import ChoiceBody, CompletionBody, LogprobsBody
@@ -17,6 +19,9 @@ from server.generation import Output
 from server.step import TokenLogprobs
 
 Scores = tuple[TokenLogprobs | None, ...]
+
+# The scores of a longer prompt are named and written in a thread: all others would wait for them.
+_MANY_TOKENS = 256
 
 
 class CompletionWriter:
@@ -33,15 +38,14 @@ class CompletionWriter:
         self._scores: dict[int, Scores | None] = {}  # of each prompt, once its first sequence has brought them
 
     @property
-    def num_scores(self) -> int:
-        """Log-probabilities in the whole answer, at most."""
+    def num_numbers(self) -> int:
+        """Log-probabilities and token ids in the whole answer, at most."""
         body = self._job.body
-        if body.logprobs is None:
-            return 0
-        tokens = sum(request.max_tokens for request in self._job.requests)
-        if body.echo:
-            tokens += sum(len(request.prompt_ids) for request in self._job.requests)
-        return tokens * (1 + body.logprobs)
+        scores = 0 if body.logprobs is None else 1 + body.logprobs
+        outputs = sum(request.max_tokens for request in self._job.requests)
+        prompts = sum(len(request.prompt_ids) for request in self._job.requests)
+        ids = outputs + prompts if body.return_token_ids else 0
+        return ids + scores * (outputs + prompts if body.echo else outputs)
 
     async def whole(self) -> CompletionBody:
         job = self._job
@@ -51,7 +55,7 @@ class CompletionWriter:
         last: dict[int, Output] = {}
         async with aclosing(self._outputs()) as outputs:
             async for sequence, output in outputs:
-                texts[sequence].append(self._take(sequence, output))
+                texts[sequence].append(await self._take(sequence, output))
                 ids[sequence] += [token.token_id for token in output.tokens]
                 logprobs[sequence] += sum(token.logprobs.logprob for token in output.tokens if token.logprobs)
                 last[sequence] = output
@@ -100,7 +104,7 @@ class CompletionWriter:
         to_show = set(range(len(job.requests))) if job.body.return_token_ids else set()
         async with aclosing(self._outputs()) as outputs:
             async for choice, output in outputs:
-                text = self._take(choice, output)
+                text = await self._take(choice, output)
                 logprobs = self._logprobs[choice].flush() if self._logprobs else None
                 with_ids = job.body.return_token_ids and output.tokens
                 if not (text or output.finish_reason or (logprobs and logprobs["tokens"]) or with_ids):
@@ -113,7 +117,8 @@ class CompletionWriter:
                     if choice in to_show:
                         to_show.remove(choice)
                         extra += f',"prompt_token_ids":{json.dumps(job.requests[choice].prompt_ids)}'
-                yield event(f"{head}{_chunk_choice(choice, text, logprobs, output, extra)}{tail}".encode())
+                scores = "null" if logprobs is None else await _written(logprobs)
+                yield event(f"{head}{_chunk_choice(choice, text, scores, output, extra)}{tail}".encode())
         if asked:
             yield event(f'{head}],"usage":{json.dumps(self._generation.usage())}}}'.encode())
         yield DONE
@@ -141,27 +146,36 @@ class CompletionWriter:
                     for pair in waiting.pop(prompt, ()):
                         yield pair
 
-    def _take(self, sequence: int, output: Output) -> str:
+    async def _take(self, sequence: int, output: Output) -> str:
         """The text an output adds, with the echoed prompt before the first; its log-probabilities are collected."""
-        pieces: Sequence[str] = ()
-        prompt = sequence // self._job.width
+        text = output.text
         if sequence in self._to_echo:
             self._to_echo.remove(sequence)
-            pieces = self._job.prompts[prompt].pieces or ()
+            pieces = self._job.prompts[sequence // self._job.width].pieces or ()
+            text = "".join(pieces) + text
+            if self._logprobs and len(pieces) > _MANY_TOKENS:
+                await asyncio.to_thread(self._score_prompt, sequence, pieces)
+            elif self._logprobs:
+                self._score_prompt(sequence, pieces)
         if self._logprobs:
-            writer = self._logprobs[sequence]
-            if pieces:
-                ids = self._job.requests[sequence].prompt_ids
-                for token_id, piece, logprobs in zip(ids, pieces, self._scores[prompt] or (), strict=True):
-                    writer.add(token_id, piece, logprobs)
             for token in output.tokens:
-                writer.add(token.token_id, token.text, token.logprobs)
-        return "".join(pieces) + output.text if pieces else output.text
+                self._logprobs[sequence].add(token.token_id, token.text, token.logprobs)
+        return text
+
+    def _score_prompt(self, sequence: int, pieces: Sequence[str]) -> None:
+        ids, scores = self._job.requests[sequence].prompt_ids, self._scores[sequence // self._job.width] or ()
+        for token_id, piece, logprobs in zip(ids, pieces, scores, strict=True):
+            self._logprobs[sequence].add(token_id, piece, logprobs)
 
 
-def _chunk_choice(choice: int, text: str, logprobs: LogprobsBody | None, output: Output, extra: str) -> str:
+async def _written(logprobs: LogprobsBody) -> str:
+    if len(logprobs["tokens"]) > _MANY_TOKENS:
+        return await asyncio.to_thread(dump, logprobs)
+    return json.dumps(logprobs)
+
+
+def _chunk_choice(choice: int, text: str, scores: str, output: Output, extra: str) -> str:
     """One entry of `choices` as JSON. ASCII only: some clients take U+2028 and its like for the end of a line."""
-    scores = "null" if logprobs is None else json.dumps(logprobs)
     body = f'{{"index":{choice},"text":{quote(text)},"logprobs":{scores}{extra}'
     if output.finish_reason is None:
         return body + ',"finish_reason":null}'

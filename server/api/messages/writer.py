@@ -30,7 +30,7 @@ class MessagesWriter:
         self._blocks = MessageBlocks()
 
     @property
-    def num_scores(self) -> int:
+    def num_numbers(self) -> int:
         return 0
 
     async def whole(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class ResponsesWriter:
         self._sequence = 0
 
     @property
-    def num_scores(self) -> int:
+    def num_numbers(self) -> int:
         if not self._job.body.logprobs:
             return 0
         return self._job.requests[0].max_tokens * (1 + (self._body.top_logprobs or 0))

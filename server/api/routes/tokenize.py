@@ -17,6 +17,7 @@ from server.api.chat.job import render_prompt
 from server.api.chat.tools import offered_tools
 from server.api.chat.wire import CHAT, ChatRequest
 from server.api.errors import invalid
+from server.api.large import dump
 from server.api.parameters import COMPLETIONS, check_unhandled, ignored_header
 from server.api.sampling import check_ids
 from server.api.serve import LARGE_BODY
@@ -76,9 +77,6 @@ class DetokenizeBody(TypedDict):
 Answer = Callable[[Service, ModelCard, "Tokenizer", Mapping[str, Any]], tuple[str, Sequence[str]]]
 """(service, model, tokenizer, body) -> the answer as JSON and the body's unknown fields. Raises APIError."""
 
-# What is written in one go stops all other threads: a million numbers for a third of a second.
-_AT_ONCE = 10_000
-
 
 def _either(*kinds: type[BaseModel]) -> dict[str, Any]:
     """A `requestBody` that is of one of several types."""
@@ -136,15 +134,9 @@ def _tokenize(
         served_name(body.model, model)
         tools, _ = offered_tools(body.tools, body.tool_choice)
         ids = render_prompt(body, tools, service.chat_template(tokenizer), model, "messages").ids
-    strings = _written(tokenizer.token_strings(ids)) if body.return_token_strs else "null"
-    head = f'{{"count": {len(ids)}, "max_model_len": {model.max_model_len}'
-    return f'{head}, "tokens": {_written(ids)}, "token_strs": {strings}}}', unknown
-
-
-def _written(items: Sequence[object]) -> str:
-    """A list as JSON."""
-    parts = (json.dumps(items[begin : begin + _AT_ONCE])[1:-1] for begin in range(0, len(items), _AT_ONCE))
-    return f"[{', '.join(parts)}]"
+    strings = tokenizer.token_strings(ids) if body.return_token_strs else None
+    answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
+    return dump(answer), unknown
 
 
 def _detokenize(

@@ -38,8 +38,8 @@ class Request:
 
     __slots__ = (
         "arrival", "block_ids", "chain", "constraint", "followers", "keys", "leader", "max_tokens", "node",
-        "num_blocks", "num_cached", "num_computed", "num_lost", "num_preemptions", "num_prompt", "num_published",
-        "num_scored", "num_tokens", "order", "params", "priority", "prompt_logprobs", "read_cache", "request_id",
+        "num_blocks", "num_cached", "num_computed", "num_lost", "num_overtaken", "num_preemptions", "num_prompt",
+        "num_published", "num_scored", "num_tokens", "order", "params", "priority", "prompt_logprobs", "read_cache", "request_id",
         "salt", "status", "tenant", "token_ids",
     )  # fmt: skip
 
@@ -90,6 +90,7 @@ class Request:
         self.num_scored = 0  # prompt positions whose log-probability has been reported
         self.num_cached = 0  # prompt tokens found in the prefix cache at the first admission
         self.num_preemptions = 0
+        self.num_overtaken = 0  # requests that started before it while it waited for blocks
         self.num_lost = 0  # tokens that were computed when it was last preempted
 
     @property

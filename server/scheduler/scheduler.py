@@ -35,6 +35,9 @@ from server.step import StepPlan, StepResult, TokenLogprobs
 WaitingReason = Literal["slots", "kv_blocks", "token_budget", "shared_prompt"]
 WAITING_REASONS: tuple[WaitingReason, ...] = ("slots", "kv_blocks", "token_budget", "shared_prompt")
 
+MAX_OVERTAKES = 8
+"""How many requests may start before one that came earlier and waits for blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -346,28 +349,44 @@ class Scheduler:
         return count
 
     def _admit(self, scheduled: list[tuple[Request, int]], budget: int, score_budget: int) -> None:
-        """Move requests from the queue into the batch, in order, until one does not fit."""
+        """Move requests from the queue into the batch, in order; where one waits for blocks, a few may overtake it."""
         queue = iter(self.waiting.copy()) if self.counters is None else self.counters.in_turn()
+        blocked: Request | None = None
+        num_passed_over = 0
         while True:
             if len(self.running) >= self.config.max_num_seqs:
-                self._blocked_by = "slots"
+                self._blocked_by = "slots" if blocked is None else "kv_blocks"
                 return
             if not budget:
-                self._blocked_by = "token_budget"
+                self._blocked_by = "token_budget" if blocked is None else "kv_blocks"
+                return
+            if blocked is not None and (num_passed_over > MAX_OVERTAKES or not self._may_be_overtaken(blocked)):
                 return
             request = next(queue, None)
-            if request is None:
+            if request is None or (blocked is not None and request.priority > blocked.priority):
                 return
             if self._awaits_leader(request):
                 continue
             if not self._take_blocks(request):
                 self._blocked_by = "kv_blocks"
-                return
+                blocked = blocked or request
+                num_passed_over += 1
+                continue
+            if blocked is not None:
+                blocked.num_overtaken += 1
             count = self._chunk(request, budget, score_budget)
             if count:
                 scheduled.append((request, count))
                 budget -= count
                 score_budget -= 0 if request.is_scored else count
+
+    def _may_be_overtaken(self, request: Request) -> bool:
+        """Whether smaller requests may take blocks that are too few for this one.
+
+        Only equally urgent ones, and only so often, or it would never start; not one that was preempted, whose blocks
+        would be gone again; and not where turns are a matter of fairness.
+        """
+        return self.counters is None and not request.num_preemptions and request.num_overtaken < MAX_OVERTAKES
 
     def _awaits_leader(self, request: Request) -> bool:
         """Whether a sibling is about to compute, into the prefix cache, the prompt this request shares with it."""

@@ -294,7 +294,7 @@ class ServeSettings(BaseSettings):
     api_key_file: str | None = _option(
         "Server",
         None,
-        "file of keys, one a line as KEY or NAME:KEY, read again when it changes",
+        "file of keys, one a line as KEY or NAME:KEY (the log shows NAME), read again when it changes",
         shown="none",
         expects="a file",
         min_length=1,

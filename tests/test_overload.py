@@ -422,6 +422,40 @@ async def test_a_grammar_that_fails_ends_its_own_request_alone(
     assert harness.engine.status.phase is Phase.READY
 
 
+# Bodies of several sequences
+
+
+async def test_an_abort_by_id_reaches_the_reader_who_waits(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start()
+    gate = Gate(harness, monkeypatch)
+    service = Service(harness.engine, harness.metrics, harness.engine.settings)
+    generation = Generation(service, Exchange("x"), [harness.request() for _ in range(2)], 2)
+    reading = asyncio.create_task(anext(generation.outputs()))
+    await gate.in_step()
+    assert len(generation.abort()) == 2
+    with within(2.0), pytest.raises(APIError) as ended:
+        await reading
+    assert (ended.value.status, ended.value.code) == (410, "aborted")
+    gate.open()
+    await harness.settled()
+    assert harness.value("request_aborts_total", cause="api") == 2
+
+
+async def test_a_body_has_waited_until_its_first_sequence_began(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = await start(max_num_seqs=1, max_num_batched_tokens=32)
+    slow_down(harness, monkeypatch)
+    service, exchange = Service(harness.engine, harness.metrics, harness.engine.settings), Exchange("x")
+    generation = Generation(service, exchange, [harness.request((i,), max_tokens=20) for i in range(2)], 2)
+    async for _ in generation.outputs():
+        pass
+    generation.close()
+    first, second = (stream.queue_seconds for stream in generation._streams)
+    assert first is not None
+    assert second is not None
+    assert second > first + 0.1
+    assert exchange.notes["queue_ms"] == round(first * 1000, 1)
+
+
 # Books
 
 

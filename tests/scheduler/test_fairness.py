@@ -192,6 +192,22 @@ def test_who_has_started_does_not_give_way_to_what_was_sent_earlier_and_starts_l
     driver.check_idle()
 
 
+def test_the_preempted_keep_their_place_in_the_batch() -> None:
+    driver = fair(num_blocks=10, max_num_seqs=6, max_num_batched_tokens=32)
+    requests = [
+        driver.add([seed % 7] * 6, 20, SamplingParams(seed=seed), tenant="ab"[seed % 2], priority=-seed)
+        for seed in range(12)
+    ]
+    started: dict[Request, tuple[int, int]] = {}
+    while driver.scheduler.has_work:
+        driver.step()
+        for request in driver.scheduler.admitted:
+            started[request] = request.order
+    assert sum(request.num_preemptions for request in requests) > 3
+    assert [request.order for request in requests] == [started[request] for request in requests]
+    assert sorted(started.values()) == list(started.values())
+
+
 def test_without_tenants_it_is_first_come_first_served() -> None:
     driver = fair()
     requests: list[Request] = [driver.add([seed] * 5, 4) for seed in range(12)]

@@ -670,6 +670,20 @@ class TestSharing:
         driver.check_outputs()
         driver.check_idle()
 
+    def test_the_lead_is_passed_on_as_often_as_it_is_dropped(self) -> None:
+        driver = Driver(config(max_num_batched_tokens=12))
+        leader = driver.add(prompt(33, 1), 6)
+        siblings = [driver.add(prompt(33, 1), 6, SamplingParams(seed=n), leader=leader) for n in range(1, 6)]
+        for ended in (leader, siblings[1], siblings[0], siblings[2]):
+            driver.abort(ended)
+        driver.step()
+        assert driver.scheduler.running == [siblings[3]]
+        assert driver.scheduler.stats().waiting_by_reason["shared_prompt"] == 1
+        driver.run()
+        assert [request.num_cached for request in siblings[3:]] == [0, 32]
+        assert not any(request.followers for request in (leader, *siblings)), "what is over keeps others in memory"
+        driver.check_outputs()
+
     def test_a_scored_prompt_is_computed_once_for_siblings_without_scores(self) -> None:
         driver = Driver(config(max_scored_tokens=8))
         leader = driver.add(prompt(21, 1), 4, prompt_logprobs=2)

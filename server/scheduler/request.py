@@ -38,9 +38,9 @@ class Request:
 
     __slots__ = (
         "arrival", "block_ids", "chain", "constraint", "followers", "keys", "leader", "max_tokens", "node",
-        "num_blocks", "num_cached", "num_computed", "num_lost", "num_overtaken", "num_preemptions", "num_prompt",
-        "num_published", "num_scored", "num_tokens", "order", "params", "priority", "prompt_logprobs", "read_cache", "request_id",
-        "salt", "status", "tenant", "token_ids",
+        "num_blocks", "num_cached", "num_computed", "num_lost", "num_overtaken", "num_preemptions",
+        "num_prompt", "num_published", "num_scored", "num_tokens", "order", "params", "priority",
+        "prompt_logprobs", "read_cache", "request_id", "salt", "status", "tenant", "token_ids",
     )  # fmt: skip
 
     def __init__(

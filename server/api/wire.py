@@ -276,6 +276,11 @@ def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
     }
 
 
+def members(*names: str) -> dict[str, Any]:
+    """The `properties` of a schema, for an object whose members are checked elsewhere."""
+    return {name: {} for name in names}
+
+
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """The JSON schema of a body with its definitions put in place, as OpenAPI's `requestBody` wants it."""
     schema = kind.model_json_schema()

@@ -22,7 +22,11 @@ _NAME = {"type": ["string", "null"], "minLength": 1, "maxLength": MAX_NAME}
 _PART = {
     "type": "object",
     "required": ["type", "text"],
-    "properties": {"type": {"type": "string", "enum": ["text"]}, "text": {"type": "string"}},
+    "properties": {
+        "type": {"type": "string", "enum": ["text"]},
+        "text": {"type": "string"},
+        "refusal": {"type": ["string", "null"]},
+    },
 }
 _CALL = {
     "type": "object",
@@ -54,6 +58,8 @@ MESSAGES_SCHEMA: dict[str, Any] = {
             },
             "name": _NAME,
             "reasoning_content": {"type": ["string", "null"]},
+            "reasoning": {"type": ["string", "null"]},
+            "refusal": {"type": ["string", "null"]},
             "tool_call_id": _NAME,
             "tool_calls": {"type": ["array", "null"], "maxItems": MAX_TOOL_CALLS, "items": _CALL},
         },

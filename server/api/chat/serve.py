@@ -31,16 +31,18 @@ async def serve_chat(
 ) -> Response:
     """Answer a chat, streamed or whole.
 
-    translate: makes the chat of a body; raises APIError. It runs in a worker if the body is large.
+    translate: makes the chat of a body, in a worker; raises APIError.
     field: what the route calls the conversation, for errors about its length.
     names: what it calls other fields of the chat, for errors that are found after the translation.
     """
 
     async def job(service: Service, exchange: Exchange, raw: dict[str, Any], large: bool) -> ChatJob:
-        worker = service.in_large_worker if large else service.in_worker
-        translated = await worker(translate, raw) if large else translate(raw)
-        with renamed(names):
-            return await worker(prepare, service, exchange, translated, endpoint=endpoint, field=field)
+        def prepared() -> ChatJob:
+            translated = translate(raw)
+            with renamed(names):
+                return prepare(service, exchange, translated, endpoint=endpoint, field=field)
+
+        return await (service.in_large_worker if large else service.in_worker)(prepared)
 
     try:
         return await serve(request, endpoint, job, make_writer)

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from server.api.errors import invalid
 from server.api.exchange import Exchange
-from server.api.parameters import COMPLETIONS, check_unhandled, ignored_header
+from server.api.fields import read_fields
+from server.api.parameters import COMPLETIONS, ignored_header
 from server.api.prompts import TokenizedPrompt, tokenize
 from server.api.sampling import output_cap, sampling_params, sibling
 from server.api.sequences import sequences
 from server.api.service import Service, served_name
 from server.api.structure import constrainer, structure_of
-from server.api.wire import CompletionRequest, parse
+from server.api.wire import CompletionRequest
 from server.generation import GenerationRequest, ModelCard
 from server.text.fim import FillInTheMiddle
 
@@ -59,19 +60,13 @@ class Job:
 
 
 async def prepare(service: Service, exchange: Exchange, raw: Mapping[str, Any], large: bool) -> Job:
-    """`raw` as a job; a `large` body is checked in a worker of its own. Raises APIError."""
-    if large:
-        return await service.in_large_worker(lambda: _job(service, exchange, *_check(raw)))
-    return await service.in_worker(_job, service, exchange, *_check(raw))
+    """`raw` as a job, made in a worker; a `large` body has one of its own. Raises APIError."""
+    worker = service.in_large_worker if large else service.in_worker
+    return await worker(_job, service, exchange, raw)
 
 
-def _check(raw: Mapping[str, Any]) -> tuple[list[str], CompletionRequest]:
-    """The fields nobody knows, and the checked body. Raises APIError."""
-    return check_unhandled(raw, CompletionRequest.model_fields.keys(), COMPLETIONS), parse(CompletionRequest, raw)
-
-
-def _job(service: Service, exchange: Exchange, unknown: list[str], body: CompletionRequest) -> Job:
-    """Belongs in a worker. Raises APIError."""
+def _job(service: Service, exchange: Exchange, raw: Mapping[str, Any]) -> Job:
+    body, unknown = read_fields(raw, CompletionRequest, COMPLETIONS)
     model, tokenizer = service.ready_model()
     name = served_name(body.model, model)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens

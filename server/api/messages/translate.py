@@ -55,12 +55,6 @@ def to_chat(body: CountTokensRequest, raw: Mapping[str, Any]) -> dict[str, Any]:
     return chat
 
 
-def left_out(body: CountTokensRequest) -> list[str]:
-    """Nested fields that are accepted and change nothing, for the header that says so."""
-    thinking = body.thinking
-    return ["thinking.budget_tokens"] if isinstance(thinking, dict) and "budget_tokens" in thinking else []
-
-
 def hides_thinking(body: CountTokensRequest) -> bool:
     return isinstance(body.thinking, dict) and body.thinking.get("display") == "omitted"
 

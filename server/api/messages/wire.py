@@ -11,28 +11,63 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from server.api.parameters import COMMON, Unsupported
 from server.api.place import Place
-from server.api.wire import MAX_STOP_LENGTH, MAX_STOP_STRINGS, DecodingFields
+from server.api.wire import MAX_STOP_LENGTH, MAX_STOP_STRINGS, DecodingFields, members
 
 _STRUCTURE = "use 'output_config.format'"
 
+
+# Of all kinds of blocks. Prefixes are cached wherever clients mark them or not.
+_BLOCK_MEMBERS = members(
+    "type", "text", "thinking", "signature", "id", "name", "input", "tool_use_id", "is_error", "cache_control"
+)
+_BLOCK = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        **_BLOCK_MEMBERS,
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"properties": _BLOCK_MEMBERS}}]},
+    },
+}
 _MESSAGE = {
     "type": "object",
     "required": ["role", "content"],
     "properties": {
         "role": {"enum": ["user", "assistant", "system"]},
-        "content": {
-            "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]
-        },
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK}]},
     },
 }
-_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type", "text"]}}]}
-_TOOL = {"type": "object", "required": ["name", "input_schema"]}
+_TEXT_BLOCK = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": members("type", "text", "cache_control"),
+}
+_TEXT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _TEXT_BLOCK}]}
+_TOOL = {
+    "type": "object",
+    "required": ["name", "input_schema"],
+    "properties": members("type", "name", "description", "input_schema", "strict", "cache_control"),
+}
+_THINKING = {
+    "type": "object",
+    "required": ["type"],
+    "properties": members("type", "display"),  # and a budget, which is named as ignored
+}
+_CHOICE = {
+    "type": "object",
+    "required": ["type"],
+    "properties": members("type", "name", "disable_parallel_tool_use"),
+}
+_FORMAT = {"type": "object", "required": ["type"], "properties": members("type", "schema", "name")}
+_CONFIG = {"type": "object", "properties": {"effort": {}, "format": {"anyOf": [_FORMAT, {"type": "null"}]}}}
 _STRINGS = {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS}
 
 Turns = Annotated[Any, WithJsonSchema({"type": "array", "minItems": 1, "items": _MESSAGE})]
 System = Annotated[Any, WithJsonSchema(_TEXT)]
 Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": _TOOL})]
-Kinded = Annotated[Any, WithJsonSchema({"type": "object", "required": ["type"]})]
+ToolChoice = Annotated[Any, WithJsonSchema(_CHOICE)]
+Thinking = Annotated[Any, WithJsonSchema(_THINKING)]
+OutputConfig = Annotated[Any, WithJsonSchema(_CONFIG)]
+OutputFormat = Annotated[Any, WithJsonSchema(_FORMAT)]
 Object = Annotated[Any, WithJsonSchema({"type": "object"})]
 
 
@@ -54,10 +89,10 @@ class CountTokensRequest(DecodingFields):
     messages: Turns = Field(description="a list of messages")
     system: System = Field(None, description="a string or a list of text blocks")
     tools: Tools = Field(None, description="a list of tools")
-    tool_choice: Kinded = Field(None, description="an object")
-    thinking: Kinded = Field(None, description="an object")
-    output_config: Object = Field(None, description="an object")
-    output_format: Kinded = Field(None, description="an object")
+    tool_choice: ToolChoice = Field(None, description="an object")
+    thinking: Thinking = Field(None, description="an object")
+    output_config: OutputConfig = Field(None, description="an object")
+    output_format: OutputFormat = Field(None, description="an object")
     context_management: Object = Field(None, description="an object")
     chat_template_kwargs: Object = Field(None, description="an object")
 

@@ -10,22 +10,59 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from server.api.parameters import COMMON, Unsupported
-from server.api.wire import MAX_LOGPROBS, DecodingFields, StreamOptions, Text
+from server.api.wire import MAX_LOGPROBS, DecodingFields, StreamOptions, Text, members
 
 STATELESS = "this server keeps no responses; send the whole conversation as 'input'"
 _STRUCTURE = "use 'text.format'"
 
-Input = Annotated[
+
+# Also what clients send back of an answer: it says something about its text, not to the model.
+_PARTS = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"properties": members("type", "text", "refusal", "annotations", "logprobs")}},
+    ]
+}
+_ITEM = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        **members("type", "id", "status", "role", "call_id", "name", "arguments", "summary", "encrypted_content"),
+        "content": _PARTS,
+        "output": _PARTS,
+    },
+}
+_TOOL = {
+    "type": "object",
+    "required": ["type", "name", "parameters"],
+    "properties": members("type", "name", "description", "parameters", "strict"),
+}
+_FORMAT = {"type": "object", "properties": members("type", "name", "description", "schema", "strict")}
+
+Input = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _ITEM}]})]
+Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": _TOOL})]
+ToolChoice = Annotated[
     Any,
     WithJsonSchema(
-        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object", "required": ["type"]}}]}
+        {
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                {"type": "object", "required": ["type"], "properties": members("type", "name")},
+            ]
+        }
     ),
 ]
-Tools = Annotated[
-    Any, WithJsonSchema({"type": "array", "items": {"type": "object", "required": ["type", "name", "parameters"]}})
+TextConfig = Annotated[
+    Any,
+    WithJsonSchema(
+        {"type": "object", "properties": {"verbosity": {}, "format": {"anyOf": [_FORMAT, {"type": "null"}]}}}
+    ),
 ]
-ToolChoice = Annotated[
-    Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object", "required": ["type"]}]})
+Reasoning = Annotated[
+    Any,
+    WithJsonSchema(
+        {"type": "object", "properties": members("effort", "summary", "generate_summary", "context", "mode")}
+    ),
 ]
 Strings = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "string"}})]
 StringMap = Annotated[Any, WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}})]
@@ -42,8 +79,8 @@ class ResponsesRequest(DecodingFields):
     tools: Tools = Field(None, description="a list of tools")
     tool_choice: ToolChoice = Field(None, description="a string or an object")
     parallel_tool_calls: bool | None = Field(None, description="true or false")
-    text: Object = Field(None, description="an object")
-    reasoning: Object = Field(None, description="an object")
+    text: TextConfig = Field(None, description="an object")
+    reasoning: Reasoning = Field(None, description="an object")
     include: Strings = Field(None, description="a list of strings")
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description=f"an integer from 0 to {MAX_LOGPROBS}")
     truncation: Literal["disabled"] | None = Field(

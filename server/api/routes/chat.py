@@ -14,8 +14,8 @@ from server.api.chat.job import Translated
 from server.api.chat.serve import serve_chat
 from server.api.chat.wire import CHAT, ChatBody, ChatRequest
 from server.api.chat.writer import ChatWriter
-from server.api.parameters import check_unhandled
-from server.api.wire import parse, request_schema
+from server.api.fields import read_fields
+from server.api.wire import request_schema
 
 router = APIRouter(tags=["chat"])
 
@@ -37,5 +37,4 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 def _translate(raw: Mapping[str, Any]) -> Translated:
-    unknown = check_unhandled(raw, ChatRequest.model_fields.keys(), CHAT)
-    return Translated(parse(ChatRequest, raw), unknown)
+    return Translated(*read_fields(raw, ChatRequest, CHAT))

@@ -13,10 +13,10 @@ from server.api.chat.count import count_tokens
 from server.api.chat.job import Translated
 from server.api.chat.serve import serve_chat
 from server.api.chat.wire import ChatRequest
-from server.api.messages.translate import left_out, to_chat
+from server.api.fields import read_fields
+from server.api.messages.translate import to_chat
 from server.api.messages.wire import HARMLESS, MESSAGES, CountTokensRequest, MessagesRequest
 from server.api.messages.writer import MessagesWriter
-from server.api.parameters import check_unhandled
 from server.api.renaming import Names, renamed
 from server.api.wire import parse, request_schema
 
@@ -52,9 +52,7 @@ def _translate(raw: Mapping[str, Any]) -> Translated:
 
 
 def _chat_of(kind: type[CountTokensRequest], raw: Mapping[str, Any]) -> Translated:
-    handled = kind.model_fields.keys() | HARMLESS
-    unknown = check_unhandled(raw, handled, MESSAGES)
-    body = parse(kind, raw)
+    body, unknown = read_fields(raw, kind, MESSAGES, HARMLESS)
     chat = to_chat(body, raw)
     with renamed(NAMES):
-        return Translated(parse(ChatRequest, chat), [*unknown, *left_out(body)], body)
+        return Translated(parse(ChatRequest, chat), unknown, body)

@@ -14,7 +14,7 @@ from server.api.chat.job import Translated
 from server.api.chat.serve import serve_chat
 from server.api.chat.wire import ChatRequest
 from server.api.errors import APIError
-from server.api.parameters import check_unhandled
+from server.api.fields import read_fields
 from server.api.renaming import Names, renamed
 from server.api.responses.translate import to_chat
 from server.api.responses.wire import HARMLESS, RESPONSES, STATELESS, ResponsesRequest
@@ -46,8 +46,7 @@ async def count_input_tokens(request: Request) -> Response:
 
 
 def _translate(raw: Mapping[str, Any]) -> Translated:
-    unknown = check_unhandled(raw, ResponsesRequest.model_fields.keys() | HARMLESS, RESPONSES)
-    body = parse(ResponsesRequest, raw)
+    body, unknown = read_fields(raw, ResponsesRequest, RESPONSES, HARMLESS)
     chat = to_chat(body, raw)
     with renamed(NAMES):
         return Translated(parse(ChatRequest, chat), unknown, body)

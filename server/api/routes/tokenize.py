@@ -17,12 +17,13 @@ from server.api.chat.job import render_prompt
 from server.api.chat.tools import offered_tools
 from server.api.chat.wire import CHAT, ChatRequest
 from server.api.errors import invalid
+from server.api.fields import read_fields
 from server.api.large import dump
-from server.api.parameters import COMPLETIONS, check_unhandled, ignored_header
+from server.api.parameters import COMPLETIONS, ignored_header
 from server.api.sampling import check_ids
 from server.api.serve import LARGE_BODY
 from server.api.service import Service, served_name, service_of
-from server.api.wire import Strict, Text, parse, request_schema, token_ids
+from server.api.wire import Strict, Text, request_schema, token_ids
 from server.generation import ModelCard
 
 if TYPE_CHECKING:
@@ -120,21 +121,19 @@ async def _answer(request: Request, answer: Answer) -> Response:
 def _tokenize(
     service: Service, model: ModelCard, tokenizer: Tokenizer, raw: Mapping[str, Any]
 ) -> tuple[str, Sequence[str]]:
-    body: TokenizePrompt | TokenizeChat
     if raw.get("messages") is None:
-        unknown = check_unhandled(raw, TokenizePrompt.model_fields.keys(), COMPLETIONS)
-        body = parse(TokenizePrompt, raw)
-        served_name(body.model, model)
-        ids = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        text, unknown = read_fields(raw, TokenizePrompt, COMPLETIONS)
+        served_name(text.model, model)
+        ids, wants_strings = tokenizer.encode(text.prompt, text.add_special_tokens is not False), text.return_token_strs
     elif raw.get("prompt") is not None:
         raise invalid("prompt", "'prompt' and 'messages' exclude each other; send one of them.")
     else:
-        unknown = check_unhandled(raw, TokenizeChat.model_fields.keys(), CHAT)
-        body = parse(TokenizeChat, raw)
-        served_name(body.model, model)
-        tools, _ = offered_tools(body.tools, body.tool_choice)
-        ids = render_prompt(body, tools, service.chat_template(tokenizer), model, "messages").ids
-    strings = tokenizer.token_strings(ids) if body.return_token_strs else None
+        chat, unknown = read_fields(raw, TokenizeChat, CHAT)
+        served_name(chat.model, model)
+        tools, _ = offered_tools(chat.tools, chat.tool_choice)
+        template = service.chat_template(tokenizer)
+        ids, wants_strings = render_prompt(chat, tools, template, model, "messages").ids, chat.return_token_strs
+    strings = tokenizer.token_strings(ids) if wants_strings else None
     answer = {"count": len(ids), "max_model_len": model.max_model_len, "tokens": ids, "token_strs": strings}
     return dump(answer), unknown
 
@@ -142,8 +141,7 @@ def _tokenize(
 def _detokenize(
     service: Service, model: ModelCard, tokenizer: Tokenizer, raw: Mapping[str, Any]
 ) -> tuple[str, Sequence[str]]:
-    unknown = check_unhandled(raw, Detokenize.model_fields.keys(), COMPLETIONS)
-    body = parse(Detokenize, raw)
+    body, unknown = read_fields(raw, Detokenize, COMPLETIONS)
     served_name(body.model, model)
     check_ids("tokens", body.tokens, model)
     return json.dumps({"prompt": tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}), unknown

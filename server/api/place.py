@@ -57,6 +57,20 @@ class Place:
             raise self.must_be(f"one of {', '.join(show(option) for option in options)}")
         return self.value
 
+    def check_nesting(self, most: int) -> None:
+        """Without recursion: what is nested too deeply for an answer that repeats it is to be refused before."""
+        level = [self.value]
+        for _ in range(most):
+            lists = [
+                value.values() if isinstance(value, dict) else value
+                for value in level
+                if isinstance(value, dict | list)
+            ]
+            level = [value for values in lists for value in values]
+            if not level:
+                return
+        raise invalid(self.path, f"'{self.path}' is nested more than {most} deep.")
+
     def must_be(self, rule: str) -> APIError:
         if self.value is None:
             return invalid(self.path, f"'{self.path}' is required: {rule}.", "missing_required_parameter")

@@ -38,6 +38,7 @@ MAX_GRAMMAR = 64 * 1024
 MAX_NESTING = 96
 MAX_REPETITION = 100_000
 _CACHED = 64
+_CACHED_CHARACTERS = 2**23
 _UNWRITABLE = "nothing that the grammar permits can be written with the model's tokens"
 # How long the texts of one request may keep their neighbours waiting: seconds of a processor, and more for each token,
 # but never more at once. The library's own limit on the work of one operation keeps that under a third of a second.
@@ -112,7 +113,9 @@ class GrammarCompiler:
         grammar = _with_deep_stack(lambda: self._compile(spec))
         with self._lock:
             self._cache[spec] = grammar
-            while len(self._cache) > _CACHED:
+            while len(self._cache) > 1 and (
+                len(self._cache) > _CACHED or sum(map(_num_characters, self._cache)) > _CACHED_CHARACTERS
+            ):
                 self._cache.popitem(last=False)
         return grammar
 
@@ -285,6 +288,11 @@ def _vocabulary(tokenizer: Tokenizer, ends: _Ends) -> LLTokenizer:
 
     wrapped = TokenizerWrapper(_Vocabulary(tokenizer, ends))
     return LLTokenizer(wrapped, n_vocab=ends.num_tokens, eos_token=ends.library_ids)
+
+
+def _num_characters(spec: GrammarSpec) -> int:
+    texts = (spec.value,) if isinstance(spec.value, str) else spec.value
+    return sum(map(len, texts)) + sum(_num_characters(part) for _, part in spec.parts)
 
 
 def _named(spec: GrammarSpec) -> list[tuple[str, GrammarSpec]]:

@@ -67,6 +67,14 @@ async def test_reasoning_content_and_calls(talking: Served) -> None:
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(REASONED.encode())}
 
 
+async def test_calls_of_all_turns_under_one_request_id_are_told_apart(talking: Served) -> None:
+    engine_of(talking).reply = TIME
+    first = (await say(talking, messages=[USER], tools=TOOLS))["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "noon"}
+    second = (await say(talking, messages=[USER, first, result], tools=TOOLS))["choices"][0]["message"]
+    assert second["tool_calls"][0]["id"] != first["tool_calls"][0]["id"]
+
+
 async def test_content_is_null_where_there_are_only_calls(talking: Served) -> None:
     engine_of(talking).reply = f"{REASONED}\n{TIME}"
     message = (await say(talking, messages=[USER], tools=TOOLS))["choices"][0]["message"]

@@ -311,6 +311,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (user({"type": "text"}), "messages[0].content[0].text", "required"),
     (user({"type": "text", "text": 7}), "messages[0].content[0].text", "string"),
     (user(RESULT), "messages[0].content[0].tool_use_id", "before it"),
+    ({**turns([{**USE, "id": ""}], [RESULT]), "system": "x"}, "messages[0].content[0].id", "1 to 256"),
     (turns([USE], [{**RESULT, "content": [IMAGE]}]), "messages[1].content[0].content[0]", "text"),
     (turns([USE], [{**RESULT, "is_error": 1}]), "messages[1].content[0].is_error", "true"),
     (turns([USE]), "messages[0]", "results"),

@@ -49,6 +49,13 @@ async def talk(serve: Serve) -> AsyncIterator[tuple[Served, TalkingEngine]]:
 Talk = tuple[Served, TalkingEngine]
 
 
+def deep(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
 def client_of(served: Served) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, http_client=served.client)
 
@@ -321,6 +328,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"id": "p"}}, "prompt", "instructions"),
     ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
     ({"chat_template_kwargs": 7}, "chat_template_kwargs", "object"),
+    ({"instructions": "x", "input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": "{}"}]},
+     "input[0].call_id", "1 to 256"),
+    ({"text": {"format": {"type": "text", "x": deep(300)}}}, "text", "nested"),
+    ({"tools": [{"type": "function", "name": "f", "parameters": deep(300)}], "tool_choice": "none"}, "tools", "nested"),
 ]  # fmt: skip
 
 
@@ -427,6 +438,9 @@ def test_turns() -> None:
         {"role": "assistant", "content": "Yes."},
     ]  # fmt: skip
     assert messages(said, said) == [{"role": "assistant", "content": "Yes."}] * 2
+    assert messages(thought, {"role": "user", "content": "Go on."}) == [
+        {"role": "assistant", "content": "", "reasoning_content": "Hm."}, {"role": "user", "content": "Go on."},
+    ]  # fmt: skip
     assert messages(said, summary, said)[1:] == [
         {"role": "assistant", "content": "Yes.", "reasoning_content": "Short."}
     ]

@@ -398,6 +398,16 @@ def test_compiled_grammars_are_kept_and_the_oldest_forgotten(
     assert compiler.compile(specs[1]) is not second
 
 
+def test_large_grammars_are_forgotten_sooner(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "_CACHED_CHARACTERS", 100)
+    small, large = GrammarSpec("choice", ("a", "b")), GrammarSpec("choice", ("c" * 90, "d" * 9))
+    first = compiler.compile(small)
+    assert compiler.compile(small) is first
+    second = compiler.compile(large)
+    assert compiler.compile(large) is second
+    assert compiler.compile(small) is not first
+
+
 def test_many_threads_may_compile_and_walk_at_once(compiler: GrammarCompiler, walker: Walker) -> None:
     failures: list[BaseException] = []
 

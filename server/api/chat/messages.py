@@ -95,9 +95,9 @@ def _message(place: Place) -> dict[str, Any]:
     message: dict[str, Any] = {"role": role}
     content = _content(place["content"], role)
     if not place["name"].absent:
-        message["name"] = _name(place["name"])
+        message["name"] = checked_name(place["name"])
     if role == "tool":
-        message["tool_call_id"] = _name(place["tool_call_id"])
+        message["tool_call_id"] = checked_name(place["tool_call_id"])
     if role == "assistant":
         message |= _assistant(place)
         if content is None and not place["refusal"].absent:
@@ -134,10 +134,10 @@ def _call(place: Place) -> dict[str, Any]:
     function = place["function"]
     arguments = function["arguments"]
     return {
-        "id": _name(place["id"]),
+        "id": checked_name(place["id"]),
         "type": "function",
         "function": {
-            "name": _name(function["name"]),
+            "name": checked_name(function["name"]),
             "arguments": arguments.text() if isinstance(arguments.value, str) else arguments.mapping(),
         },
     }
@@ -165,7 +165,8 @@ def _part(place: Place, role: str) -> str:
     raise place["type"].must_be("'text'")
 
 
-def _name(place: Place) -> str:
+def checked_name(place: Place) -> str:
+    """A name, or the id of a call. Raises APIError 400."""
     text = place.text()
     if not 0 < len(text) <= MAX_NAME:
         raise invalid(place.path, f"'{place.path}' must have 1 to {MAX_NAME} characters; got {len(text)}.")

@@ -149,8 +149,10 @@ class _Choice:
         return tuple(kept)
 
     def _call_id(self, index: int) -> str:
-        """Of this request, choice and call, so that it is unique and the same streamed and not."""
-        name = f"{self._job.request_id}/{self._index}/{index}"
+        """The same streamed and not. Clients tell the calls of a conversation apart by their ids, but may send all of
+        its turns under one id of the request; so the prompt counts too.
+        """
+        name = f"{self._job.request_id}/{self._index}/{index}/{self._job.prompt_text}"
         return f"call_{hashlib.blake2b(name.encode(), digest_size=12).hexdigest()}"
 
     def _score(self, output: Output) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from server.api.chat.messages import checked_name
 from server.api.messages.wire import CountTokensRequest, MessagesRequest
 from server.api.place import Place
 from server.api.wire import DecodingFields
@@ -131,8 +132,8 @@ def _assistant(messages: list[dict[str, Any]], blocks: list[Place]) -> set[str]:
             case "thinking":
                 thinking.append(block["thinking"].text())
             case "tool_use":
-                function = {"name": block["name"].text(), "arguments": block["input"].mapping()}
-                calls.append({"id": block["id"].text(), "type": "function", "function": function})
+                function = {"name": checked_name(block["name"]), "arguments": block["input"].mapping()}
+                calls.append({"id": checked_name(block["id"]), "type": "function", "function": function})
             case "redacted_thinking":
                 raise block.unsupported("this server cannot read it; leave the block out")
             case _:

@@ -10,6 +10,7 @@ import binascii
 from collections.abc import Mapping
 from typing import Any
 
+from server.api.chat.messages import checked_name
 from server.api.errors import invalid
 from server.api.place import Place
 from server.api.responses.wire import STATELESS, ResponsesRequest
@@ -32,11 +33,14 @@ _HARMLESS_INCLUDES = frozenset(
     }
 )
 _SEAL = "sluice:"
+_MOST_NESTING = 200
 
 
 def to_chat(body: ResponsesRequest, raw: Mapping[str, Any]) -> dict[str, Any]:
     """The chat body that asks for the same. Raises APIError 400 under the names of this route's fields."""
     chat = {name: raw[name] for name in DecodingFields.model_fields if name in raw}
+    for name in ("text", "tools", "tool_choice"):  # which the answer repeats
+        Place(getattr(body, name), name).check_nesting(_MOST_NESTING)
     chat["messages"] = _messages(body.instructions, Place(body.input, "input"))
     chat["max_completion_tokens"] = body.max_output_tokens
     _check_stream_options(body)
@@ -145,6 +149,9 @@ def _messages(instructions: str | None, source: Place) -> list[dict[str, Any]]:
                 raise item["type"].must_be(
                     "one of message, reasoning, function_call and function_call_output: tools run at the client"
                 )
+    for message in messages:
+        if message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # an answer that was cut while it was thought about
     return messages
 
 
@@ -187,9 +194,9 @@ def _reasoning(item: Place) -> str:
 
 def _call(item: Place) -> dict[str, Any]:
     return {
-        "id": item["call_id"].text(),
+        "id": checked_name(item["call_id"]),
         "type": "function",
-        "function": {"name": item["name"].text(), "arguments": item["arguments"].text()},
+        "function": {"name": checked_name(item["name"]), "arguments": item["arguments"].text()},
     }
 
 

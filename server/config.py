@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
@@ -205,6 +206,11 @@ class ServeSettings(BaseSettings):
     enable_prefix_caching: bool = _option(
         "Device and memory", True, "keep the cache of finished requests for prompts that begin the same"
     )
+    prefix_sharing: Literal["all", "key"] = _option(
+        "Device and memory",
+        "all",
+        "who shares the cache of a common beginning: everybody (all), or requests under one API key's name (key)",
+    )
 
     max_num_seqs: int | None = _option(
         "Scheduling", None, "most requests computed together", shown="32 on a CPU, 256 on a GPU", ge=1, le=65536
@@ -353,6 +359,16 @@ class ServeSettings(BaseSettings):
         assert info.field_name is not None
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("a truth value is no number")
+        return value
+
+    @field_validator("chat_template")
+    @classmethod
+    def _is_there(cls, value: str | None) -> str | None:
+        """What can only be a file must be one, which is said before any weights load."""
+        if value is None or "{{" in value or "{%" in value or not re.search(r"[/.]", value):
+            return value
+        if not Path(value).is_file():
+            raise ValueError("there is no such file")
         return value
 
     @model_validator(mode="after")

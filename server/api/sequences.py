@@ -22,6 +22,7 @@ def sequences(
     endpoint: str,
     streaming: bool,
     tenant: str = "",
+    isolated: bool = False,
     prompt_logprobs: int | None = None,
     shown_special_ids: frozenset[int] = frozenset(),
     constrain: Callable[[], Constraint] | None = None,
@@ -32,8 +33,12 @@ def sequences(
     prompt_logprobs: the first sequence alone reports the scores of the prompt, which are the same for all.
     constrain: makes each sequence's own state of the grammar that they follow. Raises APIError 400 where the body also
         has `allowed_token_ids`: what one permits the other may forbid, which would leave no token to draw.
+    isolated: whether only the tenant's own requests share cached prefixes with these.
     ending: makes what tells each sequence that its text is complete.
     """
+    salt = body.cache_salt or ""
+    if isolated:
+        salt = f"{tenant}\n{salt}"  # no name holds a line's end
     permits: Constraint | None = None  # of all sequences, as it has no state
     if body.allowed_token_ids:
         if constrain is not None:
@@ -51,7 +56,7 @@ def sequences(
             prompt_logprobs=None if i else prompt_logprobs,
             leader=f"{prefix}/{first}" if i else None,
             priority=body.priority or 0,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt,
             read_cache=body.cache_prompt is not False,
             constraint=constrain() if constrain is not None else permits,
             ending=ending() if ending is not None else None,

@@ -116,7 +116,7 @@ def ring(path: Path, *keys: str) -> Keyring:
 
 def test_what_a_file_of_keys_may_hold(tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text("\ufeff# who may ask\n\n  ann:k1\nbob k2\n carol:  k3 \nk4\ndan:k:5\nann:k6\n", encoding="utf-8")
+    path.write_text("\ufeff# who may ask\n\n  ann:k1\nbob : k2\n carol:  k3 \nk4\ndan:k:5\nann:k6\n", encoding="utf-8")
     keys = ring(path, "k7")
     assert [keys.holder([f"k{i}"]) for i in (1, 2, 3, 6)] == ["ann", "bob", "carol", "ann"]
     assert keys.holder(["k:5"]) == "dan"
@@ -140,6 +140,7 @@ def test_what_a_file_of_keys_may_hold(tmp_path: Path) -> None:
         ("k" * 513, "line 1"),
         (":k", "line 1"),
         ("ann:", "line 1"),
+        ("ann k", "line 1"),
     ],
 )
 def test_a_file_that_cannot_be_used(tmp_path: Path, text: str, complaint: str) -> None:
@@ -241,3 +242,21 @@ def test_no_usable_key_is_no_server(tmp_path: Path, caplog: pytest.LogCaptureFix
     path.touch()
     assert serve(ServeSettings(model="tiny", port=0, api_key_file=str(path))) == 1
     assert "holds no key" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_who_shares_cached_prefixes(serve: Serve, path: str) -> None:
+    """All who send the same salt, or with `prefix_sharing` by key only those under one key's name."""
+    bodies: list[dict[str, Any]] = [{}, {"cache_salt": "x"}]
+    for sharing, num_salts in (("all", 2), ("key", 4)):
+        async with serve(api_key=["sesame", "simsalabim"], prefix_sharing=sharing) as served:
+            for key in ("sesame", "sesame", "simsalabim"):
+                for body in bodies:
+                    body = (
+                        {"prompt": "x", "max_tokens": 1, **body}
+                        if path == "/v1/completions"
+                        else {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, **body}
+                    )
+                    response = await served.client.post(path, json=body, headers={"x-api-key": key})
+                    assert response.status_code == 200
+            assert len({request.cache_salt for request in served.engine.requests}) == num_salts

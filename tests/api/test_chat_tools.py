@@ -125,6 +125,17 @@ async def test_no_calls_without_tools(talking: Served) -> None:
         assert choice["finish_reason"] == "stop"
 
 
+async def test_variables_that_the_template_does_not_read_are_named(talking: Served) -> None:
+    sent = {"enable_thinking": True, "enable_thinkng": True, "documents_first": False}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 9, "thinking": {"type": "enabled"}}),
+    ):
+        response = await talking.client.post(path, json={**body, "chat_template_kwargs": sent})
+        assert response.headers["x-sluice-ignored-parameters"] == "chat_template_kwargs.enable_thinkng"
+
+
 async def test_reasoning_may_be_left_out(talking: Served) -> None:
     answer = await say(talking, messages=[USER], include_reasoning=False)
     assert "reasoning_content" not in answer["choices"][0]["message"]

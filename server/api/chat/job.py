@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """What a route made of its body: a chat, the fields that nobody knows, and what its writer wants to remember."""
+    """What a route made of its body: a chat, the fields that nobody knows, and the body itself where that is none."""
 
     body: ChatRequest
     unknown: Sequence[str] = ()
@@ -144,7 +144,7 @@ def prepare(service: Service, exchange: Exchange, translated: Translated, *, end
         tools,
         rendered.text,
         requests,
-        ignored_header(translated.unknown),
+        ignored_header([*translated.unknown, *_unread(translated, template.source)]),
         translated.extra,
     )
 
@@ -225,6 +225,12 @@ def _roles(messages: Sequence[dict[str, Any]], source: str) -> list[dict[str, An
     if "developer" in source:
         return list(messages)
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
+def _unread(translated: Translated, source: str) -> list[str]:
+    """The client's own variables for the template that it does not mention."""
+    sent: Mapping[str, Any] = (translated.extra or translated.body).chat_template_kwargs or {}
+    return [f"chat_template_kwargs.{name}" for name, value in sent.items() if value and name not in source]
 
 
 def _template_kwargs(body: ChatRequest, source: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
+from threading import Lock
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
 from starlette.requests import Request
@@ -72,6 +73,7 @@ class Service:
         self.preparing = 0
         self._tracer = tracer
         self._open: dict[str, list[OpenRequest]] = {}
+        self._making = Lock()  # of the next two, which several workers may ask for at once
         self._template: ChatTemplate | None = None
         self._grammars: GrammarCompiler | None = None
         self._serial = itertools.count()
@@ -105,20 +107,22 @@ class Service:
 
     def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Made at the first call; call it in a worker. Raises APIError."""
-        if self._template is None:
-            self._template = load_template(tokenizer, self.settings)
-        return self._template
+        with self._making:
+            if self._template is None:
+                self._template = load_template(tokenizer, self.settings)
+            return self._template
 
     def grammars(self) -> GrammarCompiler:
         """The compiler of grammars, made at the first call; call it in a worker. Raises GrammarError."""
-        if self._grammars is None:
-            from server.text.grammar import GrammarCompiler
+        from server.text.grammar import GrammarCompiler
 
-            model, tokenizer = self.engine.model, self.engine.tokenizer
-            assert model is not None, "the engine is ready"
-            assert tokenizer is not None, "the engine is ready"
-            self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
-        return self._grammars
+        model, tokenizer = self.engine.model, self.engine.tokenizer
+        assert model is not None, "the engine is ready"
+        assert tokenizer is not None, "the engine is ready"
+        with self._making:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+            return self._grammars
 
     def opened(self, request: OpenRequest) -> None:
         """From here on the request can be aborted by its id, until `closed`."""

@@ -96,12 +96,6 @@ def structure_of(body: StructureFields) -> Structure | None:
     return asked[0] if asked else None
 
 
-def structure_spec(body: StructureFields) -> GrammarSpec | None:
-    """The grammar that the text is to follow, None where it is free. Raises APIError 400."""
-    structure = structure_of(body)
-    return structure.spec if structure is not None else None
-
-
 def constrainer(
     service: Service, spec: GrammarSpec, param: str, *, ignore_eos: bool = False
 ) -> Callable[[], Constraint]:

@@ -43,3 +43,5 @@ async def cancel(task: asyncio.Task[Any]) -> None:
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # else asyncio would log that nobody asked for it

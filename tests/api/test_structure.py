@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api.errors import APIError
-from server.api.structure import StructureFields, structure_of, structure_spec
+from server.api.structure import StructureFields, structure_of
 from server.api.wire import CompletionRequest, parse
 from server.text.grammar import GrammarSpec
 from tests.api.conftest import Served
@@ -64,7 +64,7 @@ def test_every_servers_words_are_understood(fields: dict[str, Any], spec: Gramma
     {"regex": "", "grammar": "", "ebnf": ""}, {"response_format": {"type": "text"}, "structured_outputs": None},
 ])  # fmt: skip
 def test_what_asks_for_nothing_leaves_the_text_free(fields: dict[str, Any]) -> None:
-    assert structure_spec(parse(CompletionRequest, {"prompt": "x", **fields})) is None
+    assert structure_of(parse(CompletionRequest, {"prompt": "x", **fields})) is None
 
 
 def response_format(schema: Any) -> dict[str, Any]:

@@ -162,7 +162,7 @@ class ServeSettings(BaseSettings):
         None,
         "chat template: a file, Jinja itself or the name of one of the model's templates",
         shown="the model's own",
-        expects="a file, a Jinja template or a name",
+        expects="a file that exists, a Jinja template or the name of one of the model's",
         min_length=1,
     )
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "deepseek", "json"] = _option(

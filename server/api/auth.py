@@ -102,7 +102,7 @@ def _state(path: Path) -> object:
 
 
 def _read(path: Path) -> dict[bytes, str]:
-    """The keys of a file: lines `KEY`, `NAME:KEY` or `NAME KEY`, empty ones and those that begin with # left out."""
+    """The keys of a file: lines `KEY` or `NAME:KEY`, empty ones and those that begin with # left out."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -129,11 +129,9 @@ def _read(path: Path) -> dict[bytes, str]:
 
 
 def _parse(line: str) -> tuple[str, str]:
-    """Name and key. What follows the first space or, without one, the first colon is the key."""
-    for parts in (line.split(maxsplit=1), line.split(":", 1)):
-        if len(parts) == 2:
-            return parts[0].removesuffix(":"), parts[1]
-    return _short_name(line), line
+    """Name and key. What follows the first colon, where there is one, is the key."""
+    name, colon, key = line.partition(":")
+    return (name.rstrip(), key.lstrip()) if colon else (_short_name(line), line)
 
 
 class AuthMiddleware:

@@ -154,7 +154,8 @@ class Generation:
             self._first_token = time.monotonic()
         if output.finish_reason is None:
             return
-        self._finish[choice] = output.finish_reason
+        ran_out = output.finish_reason == "length" and output.stop_reason is not None
+        self._finish[choice] = "deadline" if ran_out else output.finish_reason
         if output.finish_reason == "abort":
             if self._aborted:
                 raise _aborted()
@@ -162,6 +163,7 @@ class Generation:
                 503,
                 "The server shut down before the answer was complete (--shutdown-timeout); ask another one.",
                 code="shutdown",
+                headers={"retry-after": "1"},
             )
 
     def usage(self) -> UsageBody:

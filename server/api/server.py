@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.1
+_WATCH_SECONDS = 1.0
 # What a finished answer may take to reach a slow reader once the engine is done.
 _FLUSH_SECONDS = 3
 # asyncio accepts so many connections in one go. When descriptors run out it logs an error for each of them, every
@@ -132,6 +133,8 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
     """Serve `engine` on `listener` until a signal or until it cannot load; the exit code. Raises UnusableOption."""
     app = create_app(engine, metrics, settings)
     service: Service = app.state.service
+    if settings.scheduling_policy == "fair" and not settings.api_key and settings.api_key_file is None:
+        logger.warning("--scheduling-policy fair shares between the holders of API keys, and there are none")
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -214,6 +217,19 @@ def _warm_up(service: Service) -> bool:
     return True
 
 
+async def _watch_progress(engine: Engine) -> None:
+    """Says in the log when the engine hangs and when it goes on."""
+    stalled = 0.0
+    while True:
+        await asyncio.sleep(_WATCH_SECONDS)
+        now = engine.status.stalled_seconds
+        if now and not stalled:
+            logger.warning("a step has not ended for %.0f seconds (--stall-timeout); /health is 503 until it does", now)
+        elif stalled and not now and engine.status.phase is not Phase.DEAD:
+            logger.warning("the step that took more than %.0f seconds is over", stalled)
+        stalled = now
+
+
 async def _until_stopped(engine: Engine, service: Service, stopping: asyncio.Event, url: str) -> int:
     """Waits for a signal: 0. An engine that dies before it was ready has nothing to serve: 1, and so has a server
     whose operator names a chat template that cannot be used.
@@ -230,7 +246,9 @@ async def _until_stopped(engine: Engine, service: Service, stopping: asyncio.Eve
                 return 1
             service.warming_up = False
             logger.info("ready: %s", url)
+            watch = asyncio.create_task(_watch_progress(engine))
             await stopping.wait()
+            watch.cancel()
             break
         try:
             await asyncio.wait_for(stopping.wait(), _POLL_SECONDS)

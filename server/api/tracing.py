@@ -139,7 +139,7 @@ def load_tracer(settings: ServeSettings) -> Tracer | None:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
-        message = "needs the package of OpenTelemetry: pip install 'sluice-llm[otel]'"
+        message = "needs the extra 'otel': pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         if endpoint is not None:
             raise UnusableOption(f"--otlp-endpoint {message}") from None
         logger.warning("no traces are sent: the OTEL_EXPORTER_OTLP_ variables name a collector, which %s", message)

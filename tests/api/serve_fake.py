@@ -20,12 +20,16 @@ from tests.api.fake_engine import FakeEngine
 
 
 class Engine(FakeEngine):
-    """`load`: "ready", "fail", or "hang" in a thread that nothing can stop. `stop_hangs`: stop() never returns."""
+    """`load`: "ready", "fail", or "hang" in a thread that nothing can stop. `stop_hangs`: stop() never returns.
 
-    def __init__(self, load: str, stop_hangs: bool) -> None:
+    stalled: seconds after it is ready from and to which a step has been running for 61 seconds.
+    """
+
+    def __init__(self, load: str, stop_hangs: bool, stalled: tuple[float, float] | None = None) -> None:
         super().__init__(max_model_len=10_000)
         self.load = load
         self.stop_hangs = stop_hangs
+        self.stalled = stalled
         self.phase, self.detail = Phase.LOADING, "reading weights"
         self.loaded = False
 
@@ -40,6 +44,8 @@ class Engine(FakeEngine):
             self.phase, self.detail = Phase.DEAD, "bloom is not supported"
         else:
             self.phase, self.detail, self.loaded = Phase.READY, "", True
+            for seconds, at in zip((61.0, 0.0), self.stalled or (), strict=False):
+                asyncio.get_running_loop().call_later(at, setattr, self, "stalled_seconds", seconds)
 
     async def stop(self) -> None:
         if self.stop_hangs:
@@ -53,11 +59,12 @@ def main(
     stop_hangs: bool = False,
     max_descriptors: int | None = None,
     chat_template: str | None = None,
+    stalled: tuple[float, float] | None = None,
 ) -> int:
     if max_descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")
-    engine = Engine(load, stop_hangs)
+    engine = Engine(load, stop_hangs, stalled)
     engine.step_seconds = step_seconds
     settings = ServeSettings(model="tiny", shutdown_timeout=shutdown_timeout, chat_template=chat_template)
     return asyncio.run(run(engine, Metrics(CollectorRegistry(), "tiny"), settings, bind("127.0.0.1", 0)))

@@ -101,6 +101,14 @@ async def test_a_signal_lets_open_requests_finish() -> None:
         assert "still open" not in server.log
 
 
+async def test_a_step_that_hangs_is_told_in_the_log() -> None:
+    async with started(stalled=(0.5, 2.0)) as server:
+        await server.says("a step has not ended for 61 seconds")
+        assert (await server.client.get("/health")).status_code == 503
+        await server.says("the step that took more than 61 seconds is over")
+        assert (await server.client.get("/health")).status_code == 200
+
+
 async def test_a_drain_has_an_end() -> None:
     async with started(shutdown_timeout=0.3) as server:
         await server.says("ready: http")
@@ -139,9 +147,9 @@ async def test_a_model_that_cannot_load_ends_the_process() -> None:
 
 
 async def test_a_chat_template_that_cannot_be_used_ends_the_process() -> None:
-    async with started(chat_template="/nowhere.jinja") as server:
+    async with started(chat_template="nowhere") as server:
         assert await server.exit_code() == 1
-        assert "--chat-template '/nowhere.jinja' is no Jinja source" in server.log
+        assert "--chat-template 'nowhere' is no Jinja source" in server.log
 
 
 async def test_an_engine_that_does_not_end_is_left_behind() -> None:

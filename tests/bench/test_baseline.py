@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
@@ -44,7 +45,7 @@ async def test_both_sides_do_the_same_work_in_turns() -> None:
     assert [level.output_tokens for level in result.served] == [40, 40]
     assert result.ratio > 0
     text = result.table()
-    assert "bare loop, static cache    20.0" in text
+    assert re.search(r"bare loop, static cache +20\.0", text)
     assert "sdpa attention in float32 on cpu, 2 threads, and spends 25% of its time on prompts" in text
     assert json.loads(json.dumps(result.json()))["ratio"] == result.ratio
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.object_authorization  # else imported, and parsed, in a test, while the server runs
 from hypothesis import HealthCheck, settings
 from prometheus_client import CollectorRegistry
 from schemathesis.checks import CHECKS

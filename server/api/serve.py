@@ -19,7 +19,7 @@ from server.api.sse import EventStream
 from server.api.watch import DisconnectWatch
 from server.generation import GenerationRequest
 
-# A larger body is parsed and checked in a worker, so that it does not delay other requests' tokens.
+# All bodies are checked in workers; a larger one has its own, where it delays no small one, and is parsed there too.
 LARGE_BODY = 64 * 1024
 # An answer with more numbers than this takes milliseconds to write, which a worker then does.
 _MANY_NUMBERS = 10_000

@@ -60,21 +60,13 @@ class ChatJob:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def n(self) -> int:
-        return self.body.n or 1
-
-    @property
     def width(self) -> int:
         """Sequences of the one prompt."""
-        return self.n
+        return len(self.requests)
 
     @property
     def streaming(self) -> bool:
         return bool(self.body.stream)
-
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.requests[0].prompt_ids)
 
     @property
     def num_numbers(self) -> int:

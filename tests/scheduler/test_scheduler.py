@@ -137,6 +137,33 @@ class TestFairness:
         assert later is not None
         assert later >= first
 
+    def test_what_was_preempted_is_not_overtaken(self) -> None:
+        """The blocks that it waits for would be gone again."""
+        driver = Driver(config(num_blocks=8, prefix_caching=False))
+        first, second = driver.add(prompt(8, 1), 20), driver.add(prompt(8, 2), 20)
+        while not second.num_preemptions:
+            driver.step()
+        small = driver.add(prompt(1, 3), 1)
+        while second.status is Status.WAITING:
+            driver.step()
+            assert second.status is Status.RUNNING or small.status is Status.WAITING
+        driver.run()
+        assert driver.finished.index(first) < driver.finished.index(small)
+        driver.check_outputs()
+
+    def test_under_the_fair_policy_nobody_is_overtaken(self) -> None:
+        driver = Driver(config(num_blocks=20, policy="fair", prefix_caching=False))
+        for seed in range(4):
+            driver.add(prompt(9, seed), 12)
+        driver.step()
+        large = driver.add(prompt(60, 50), 8)
+        small = driver.add(prompt(2, 60), 2)
+        while large.status is Status.WAITING:
+            assert small.status is Status.WAITING
+            driver.step()
+        driver.run()
+        driver.check_outputs()
+
     def test_lower_priority_numbers_run_first(self) -> None:
         driver = Driver(config(max_num_seqs=1))
         last = driver.add(prompt(5, 1), 3, priority=5)

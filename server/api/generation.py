@@ -17,7 +17,7 @@ from server.api.ports import Stream
 from server.api.service import Service
 from server.api.watch import cancel
 from server.api.wire import UsageBody, usage_body
-from server.generation import EngineError, GenerationFailed, GenerationRequest, Output, Usage
+from server.generation import EngineError, GenerationFailed, GenerationRequest, Output, QueueFull, Usage
 
 if TYPE_CHECKING:
     from server.reports import AbortCause
@@ -48,11 +48,25 @@ def preparing(service: Service, endpoint: str, streaming: bool) -> Iterator[None
             service.engine.check_room(service.preparing + 1)
         except EngineError as error:
             raise refused(error) from error
-        service.preparing += 1
-        try:
+        with holding_place(service):
             yield
-        finally:
-            service.preparing -= 1
+
+
+@contextmanager
+def holding_place(service: Service) -> Iterator[None]:
+    """Around work on a body, which counts towards the queue. Raises APIError 429 for more than may be open."""
+    status = service.engine.status
+    if service.preparing >= status.max_num_seqs + status.max_queued_requests:
+        message = (
+            f"{service.preparing} bodies are being worked on, as many requests as --max-num-seqs and "
+            "--max-queued-requests allow to be open."
+        )
+        raise refused(QueueFull(message, 1, "queue_full"))
+    service.preparing += 1
+    try:
+        yield
+    finally:
+        service.preparing -= 1
 
 
 class Generation:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from server.api.body import parse_object, read_body
 from server.api.errors import APIError
 from server.api.exchange import Exchange, exchange_of
-from server.api.generation import Generation, counting_refusal, preparing
+from server.api.generation import Generation, counting_refusal, holding_place, preparing
 from server.api.large import dump
 from server.api.service import Service, service_of
 from server.api.sse import EventStream
@@ -59,7 +59,22 @@ class Writer(Protocol):
 
 
 J = TypeVar("J", bound=Job)
+T = TypeVar("T")
 Prepare = Callable[[Service, Exchange, dict[str, Any], bool], Coroutine[Any, Any, J]]
+
+
+async def in_place(request: Request, service: Service, size: int, function: Callable[[], T]) -> T:
+    """The result of `function`, which works on a body of `size` bytes, from a worker.
+
+    Until then the request has a place in the queue; if the client goes away, it does not wait for its turn any more.
+    Raises APIError and ClientGone.
+    """
+    watch = DisconnectWatch(request.receive)
+    try:
+        with holding_place(service):
+            return await watch.guard((service.in_large_worker if size > LARGE_BODY else service.in_worker)(function))
+    finally:
+        watch.close()
 
 
 async def serve(
@@ -71,19 +86,7 @@ async def serve(
         there, before the status line of a stream goes out. Raises APIError.
     """
     service, exchange = service_of(request), exchange_of(request)
-    with counting_refusal(service, endpoint, False):
-        service.ready_model()
-        data = await read_body(request)
-        large = len(data) > LARGE_BODY
-        raw = await service.in_large_worker(parse_object, data) if large else parse_object(data)
-    watch = DisconnectWatch(request.receive)
-    try:
-        with preparing(service, endpoint, raw.get("stream") is True):
-            job = await watch.guard(prepare(service, exchange, raw, large))
-        generation = Generation(service, exchange, job.requests, job.width)
-    except BaseException:
-        watch.close()
-        raise
+    job, generation, watch = await _begin(request, service, exchange, endpoint, prepare)
     try:
         writer = make_writer(job, generation)
     except BaseException:
@@ -102,3 +105,22 @@ async def serve(
     large = writer.num_numbers > _MANY_NUMBERS
     body = await service.in_large_worker(dump, answer) if large else json.dumps(answer)
     return Response(body, 200, job.headers, "application/json")
+
+
+async def _begin(
+    request: Request, service: Service, exchange: Exchange, endpoint: str, prepare: Prepare[J]
+) -> tuple[J, Generation, DisconnectWatch]:
+    """The job and its sequences, submitted; the caller closes both others. The body is gone by then."""
+    with counting_refusal(service, endpoint, False):
+        service.ready_model()
+        data = await read_body(request)
+        large = len(data) > LARGE_BODY
+        raw = await service.in_large_worker(parse_object, data) if large else parse_object(data)
+    watch = DisconnectWatch(request.receive)
+    try:
+        with preparing(service, endpoint, raw.get("stream") is True):
+            job = await watch.guard(prepare(service, exchange, raw, large))
+        return job, Generation(service, exchange, job.requests, job.width), watch
+    except BaseException:
+        watch.close()
+        raise

@@ -126,3 +126,35 @@ async def test_the_loop_is_free_meanwhile(served: Served) -> None:
     assert (await served.client.get("/health")).status_code == 200
     go_on.set()
     assert (await answer)["count"] == 1
+
+
+async def test_what_is_worked_on_is_bounded_and_ends_with_its_client(serve: Serve) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+    encoded: list[str] = []
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            begun.release()
+            assert go_on.wait(20)
+            encoded.append(text)
+            return super().encode(text, add_special_tokens)
+
+    engine = FakeEngine(max_open=5)
+    engine.bytes = Slow()
+    async with serve(engine) as served:
+        service = served.app.state.service
+        bodies = [asyncio.create_task(served.client.post("/tokenize", json={"prompt": f"p{i}"})) for i in range(5)]
+        async with asyncio.timeout(10):
+            while service.preparing < 5:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(lambda: [begun.acquire() for _ in range(2)])  # the workers there are
+        response = await served.client.post("/tokenize", json={"prompt": "one too many"})
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        for body in bodies:
+            body.cancel()
+        async with asyncio.timeout(10):
+            while service.preparing:
+                await asyncio.sleep(0.01)
+        go_on.set()
+        assert (await post(served, "/tokenize", prompt="next"))["count"] == 4
+    assert len(encoded) == 3, "those that nobody waits for are not begun"

@@ -14,7 +14,7 @@ from server.api.chat.job import Translated, render_prompt
 from server.api.chat.tools import offered_tools
 from server.api.parameters import ignored_header
 from server.api.renaming import NONE, Names, renamed
-from server.api.serve import LARGE_BODY
+from server.api.serve import in_place
 from server.api.service import served_name, service_of
 
 
@@ -43,7 +43,6 @@ async def count_tokens(
             rendered = render_prompt(body, tools, service.chat_template(tokenizer), model, field)
         return len(rendered.ids), translated
 
-    worker = service.in_large_worker if len(data) > LARGE_BODY else service.in_worker
-    number, translated = await worker(count)
+    number, translated = await in_place(request, service, len(data), count)
     body = json.dumps({"input_tokens": number, **rest})
     return Response(body, 200, ignored_header(translated.unknown), "application/json")

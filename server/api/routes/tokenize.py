@@ -21,7 +21,7 @@ from server.api.fields import read_fields
 from server.api.large import dump
 from server.api.parameters import COMPLETIONS, ignored_header
 from server.api.sampling import check_ids
-from server.api.serve import LARGE_BODY
+from server.api.serve import in_place
 from server.api.service import Service, served_name, service_of
 from server.api.wire import Strict, Text, request_schema, token_ids
 from server.generation import ModelCard
@@ -113,8 +113,7 @@ async def _answer(request: Request, answer: Answer) -> Response:
         body, unknown = answer(service, model, tokenizer, parse_object(data))
         return body.encode(), unknown
 
-    worker = service.in_large_worker if len(data) > LARGE_BODY else service.in_worker
-    body, unknown = await worker(work)
+    body, unknown = await in_place(request, service, len(data), work)
     return Response(body, 200, ignored_header(unknown), "application/json")
 
 

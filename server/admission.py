@@ -46,9 +46,14 @@ class Admission:
         if waiting >= self.max_queued_tokens:
             raise self._too_many_tokens(waiting, more, num_open)
 
-    def check(self, requests: Sequence[GenerationRequest], num_open: int) -> None:
-        """Raises QueueFull or BodyTooLarge unless `requests` may join the `num_open` that there are."""
+    def check(self, requests: Sequence[GenerationRequest], num_open: int, own_open: int | None = None) -> None:
+        """Raises QueueFull or BodyTooLarge unless `requests` may join the `num_open` that there are.
+
+        own_open: how many of them are the same tenant's, where tenants share the queue.
+        """
         self.check_room(num_open, len(requests))
+        if own_open:
+            self._check_share(num_open, len(requests), own_open)
         tokens = sum(map(queued_tokens, requests))
         if tokens > self.max_queued_tokens:
             raise BodyTooLarge(
@@ -58,6 +63,19 @@ class Admission:
         waiting = self.waiting_tokens
         if waiting + tokens > self.max_queued_tokens:
             raise self._too_many_tokens(waiting, tokens, num_open)
+
+    def _check_share(self, num_open: int, more: int, own_open: int) -> None:
+        """A tenant may have as many requests open as places are free: alone he fills half of them, and whoever comes
+        finds room (the dynamic thresholds of Choudhury and Hahne, IEEE/ACM Transactions on Networking 6(2), 1998)."""
+        free = self.max_num_seqs + self.max_queued_requests - num_open
+        excess = own_open + more - free
+        if excess > 0:
+            raise QueueFull(
+                f"{own_open} requests of this API key are open and {more} more would be {excess} too many for the "
+                f"{free} places that are free: --scheduling-policy fair leaves room for other keys.",
+                self.retry_after(excess / 2),
+                "queue_full",
+            )
 
     def _too_many_tokens(self, waiting: int, more: int, num_open: int) -> QueueFull:
         excess = waiting + more - self.max_queued_tokens

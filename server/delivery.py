@@ -16,8 +16,9 @@ class GenerationStream(AsyncIterator[Output]):
     A reader slower than the engine gets fewer, larger outputs. Used on the loop that called `submit`.
     """
 
-    def __init__(self, request_id: str, abort: Callable[[str, AbortCause], None]) -> None:
+    def __init__(self, request_id: str, abort: Callable[[str, AbortCause], None], tenant: str = "") -> None:
         self.request_id = request_id
+        self.tenant = tenant
         self.queue_seconds: float | None = None  # from submission to first admission, once it has been admitted
         self._abort = abort
         self._outputs: list[Output] = []

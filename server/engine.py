@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
@@ -68,6 +68,7 @@ class AsyncEngine:
         self._phase_lock = threading.Lock()
         self._detail = "starting"
         self._open: dict[str, GenerationStream] = {}
+        self._open_of: Counter[str] = Counter()  # how many of them are each tenant's
         self._admission: Admission | None = None  # once loaded
         self._stall_limit = 0.0
         self._step_begun: float | None = None  # when the step in progress began; None while idle
@@ -141,11 +142,14 @@ class AsyncEngine:
                 )
             if request.request_id in self._open:
                 raise ValueError(f"request id {request.request_id!r} is in use")
-        self._admission.check(requests, len(self._open))
-        streams = [GenerationStream(request.request_id, self.abort) for request in requests]
+        shares = self.settings.scheduling_policy == "fair" and bool(requests)
+        own_open = self._open_of[requests[0].tenant] if shares else None
+        self._admission.check(requests, len(self._open), own_open)
+        streams = [GenerationStream(request.request_id, self.abort, request.tenant) for request in requests]
         for request, stream in zip(requests, streams, strict=True):
             self._admission.enter(request)
             self._open[request.request_id] = stream
+            self._open_of[request.tenant] += 1
         submission = Submission(arrived=time.monotonic())
         self._post(lambda sessions: sessions.take_in(requests, streams, submission))
         return streams
@@ -197,6 +201,7 @@ class AsyncEngine:
             stream.deliver(output)
             if isinstance(output, Exception) or output.finish_reason is not None:
                 del self._open[stream.request_id]
+                self._open_of[stream.tenant] -= 1
         if not self._open:
             self._idle.set()
 

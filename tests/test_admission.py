@@ -25,6 +25,16 @@ def test_the_number_of_requests_is_bounded() -> None:
     assert (full.value.reason, full.value.retry_after) == ("queue_full", 1)
 
 
+def test_a_tenant_leaves_as_many_places_free_as_he_has() -> None:
+    admission = Admission(4, 10, 1000)
+    admission.check([request(1)] * 14, num_open=0, own_open=0)  # nobody else is there, and he has none
+    admission.check([request(1)], num_open=6, own_open=6)
+    with pytest.raises(QueueFull, match=r"7 requests of this API key are open and 1 more would be 1 too many"):
+        admission.check([request(1)], num_open=7, own_open=7)
+    admission.check([request(1)] * 6, num_open=7, own_open=0)
+    admission.check([request(1)], num_open=7, own_open=None)
+
+
 def test_the_tokens_that_wait_are_bounded_and_siblings_count_once() -> None:
     admission = Admission(4, 10, 100)
     first = [request(40), request(40, leader="r"), request(40, leader="r")]

@@ -275,6 +275,17 @@ async def test_a_modest_tenant_does_not_wait_for_a_greedy_one(start: Start, monk
     assert order.index("modest") <= 2
 
 
+async def test_a_greedy_tenant_leaves_room_in_the_queue(start: Start) -> None:
+    harness = await start(scheduling_policy="fair", max_num_seqs=1, max_num_batched_tokens=32, max_queued_requests=9)
+    for _ in range(2):  # what has ended counts no more
+        greedy = [harness.submit(harness.request(tenant="greedy")) for _ in range(5)]
+        with pytest.raises(QueueFull, match="of this API key"):
+            harness.submit(harness.request(tenant="greedy"))
+        modest = harness.submit(harness.request(tenant="modest"))
+        for stream in (*greedy, modest):
+            await collect(stream)
+
+
 # Hangs
 
 
@@ -363,7 +374,7 @@ async def test_what_is_sent_at_the_moment_of_death_fails_and_is_counted(
     def fail(plan: StepPlan) -> None:
         raise RuntimeError("gone")
 
-    def check(requests: list[GenerationRequest], num_open: int) -> None:
+    def check(requests: list[GenerationRequest], num_open: int, own_open: int | None) -> None:
         gate.open()
         harness.engine._thread.join(10)
         assert harness.engine.status.phase is Phase.DEAD

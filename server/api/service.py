@@ -53,6 +53,7 @@ class Service:
     draining: set at the first signal, before the engine has heard of it.
     keep_alive: seconds of silence after which a stream gets a comment.
     arriving_bytes: bytes held of bodies that are not complete.
+    warming_up: the engine is ready, and what the first requests would wait for is still being made.
     preparing: bodies that are being checked and tokenized; each has a place in the queue already.
     """
 
@@ -89,12 +90,19 @@ class Service:
             return Phase.DRAINING
         return Phase.LOADING if self.warming_up and phase is Phase.READY else phase
 
+    @property
+    def detail(self) -> str:
+        """What is being loaded, or why the engine is dead, in words."""
+        if self.warming_up and self.engine.status.phase is Phase.READY:
+            return "preparing the chat template and grammars"
+        return self.engine.status.detail
+
     def ready_model(self) -> tuple[ModelCard, Tokenizer]:
         """The model in service. Raises APIError 503 unless requests can be taken."""
         phase = self.phase
         model, tokenizer = self.engine.model, self.engine.tokenizer
         if phase is not Phase.READY or model is None or tokenizer is None:
-            raise unavailable(Phase.LOADING if phase is Phase.READY else phase, self.engine.status.detail)
+            raise unavailable(Phase.LOADING if phase is Phase.READY else phase, self.detail)
         return model, tokenizer
 
     def fresh_seed(self) -> int:

@@ -32,7 +32,7 @@ def _state(request: Request, healthy: set[Phase]) -> Response:
     status, phase = service.engine.status, service.phase
     stalled = status.stalled_seconds > 0
     well = phase in healthy and not stalled
-    detail = status.detail
+    detail = service.detail
     if stalled:
         detail = f"a step has not ended for {status.stalled_seconds:.0f} seconds (--stall-timeout)"
     body: HealthBody = {

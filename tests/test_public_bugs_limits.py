@@ -19,9 +19,12 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM
 
-from tests.public_bugs import Oracle, ask, check_error, check_idle, events_of, post, stream, text_of
+from tests.public_bugs import CHAT, Oracle, ask, check_error, check_idle, events_of, post, stream, text_of
 from tests.test_server import Server
 from tests.tiny_checkpoint import save_tiny_checkpoint
 
@@ -54,7 +57,11 @@ def serving(checkpoint: Path, log: Path, *flags: str, kind: type[Server] = Serve
 @pytest.fixture(scope="module")
 def small(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A pool of as many tokens as a request may have, which two requests can fill."""
-    flags = (f"--block-size={BLOCK}", f"--kv-blocks={POOL}", "--max-num-seqs=2", "--max-model-len=512")
+    template = "{{ raise_exception('roles must alternate') }}"
+    flags = (
+        f"--block-size={BLOCK}", f"--kv-blocks={POOL}", "--max-num-seqs=2", "--max-model-len=512",
+        f"--chat-template={template}",
+    )  # fmt: skip
     with serving(checkpoint, tmp_path_factory.mktemp("small") / "log", *flags) as server:
         yield server
         assert server.stop() == 0
@@ -166,6 +173,57 @@ def test_a_large_request_and_small_ones_all_get_their_turn(small: Server) -> Non
         for answer in (holder, large, *little):
             assert answer.result(30)["choices"][0]["finish_reason"] == "length"
     check_idle(small)
+
+
+def test_what_a_template_raises_is_told(small: Server) -> None:
+    """vLLM 17119, SGLang 14748: an error raised by the chat template was a 500."""
+    for streaming in (False, True):
+        body = {"messages": [{"role": "user", "content": "hi"}], "stream": streaming}
+        error = check_error(post(small, body, CHAT))
+        assert "roles must alternate" in error["message"]
+        assert (error["param"], error["code"]) == ("messages", "template_failed")
+
+
+def test_what_routers_read_is_one_series(small: Server) -> None:
+    """vLLM 28792: with several processes one gauge appeared once a process."""
+    families = {
+        family.name: family
+        for family in text_string_to_metric_families(httpx.get(f"{small.url}/metrics", trust_env=False).text)
+    }
+    for name in ("requests_running", "requests_waiting", "requests_waiting_tokens", "kv_cache_usage_ratio"):
+        (sample,) = families[f"sluice_{name}"].samples
+        assert sample.labels.keys() == {"model_name"}
+
+
+def test_in_bfloat16_only_near_ties_depend_on_neighbours(checkpoint: Path, tmp_path: Path) -> None:
+    """vLLM 5898 and 10336 in the type whose ties are wide."""
+    rng = random.Random(10336)
+    prompt = rng.choices(range(END), k=20)
+    target = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    others = [{"prompt": rng.choices(range(END), k=k), "max_tokens": 40, "temperature": 2} for k in (1, 17, 90, 250)]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
+
+    def check_same(one: list[int], other: list[int]) -> None:
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        if at is not None:
+            with torch.inference_mode():
+                top = model(input_ids=torch.tensor([[*prompt, *one[:at]]])).logits[0, -1].float().topk(2).values
+            assert float(top[0] - top[1]) < 0.1
+
+    with (
+        serving(checkpoint, tmp_path / "log", "--dtype=bfloat16", "--kv-blocks=200") as server,
+        ThreadPoolExecutor(5) as threads,
+    ):
+        alone = ask(server, **target)["choices"][0]["token_ids"]
+        running = [threads.submit(ask, server, **body) for body in others]
+        among = ask(server, **target)["choices"][0]["token_ids"]
+        for one in running:
+            one.result(60)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        whole = model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False, eos_token_id=None)
+    check_same(alone, whole[0, len(prompt) :].tolist())
+    check_same(alone, among)
 
 
 # Clients that go away

@@ -6,8 +6,9 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -15,9 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import internal_error, is_messages
 from server.metrics import Metrics
-
-if TYPE_CHECKING:
-    from server.api.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +46,10 @@ class Exchange:
     notes: dict[str, object] = field(default_factory=dict)
 
 
+Recorder: TypeAlias = Callable[[Exchange, Headers, str, str, int], str | None]
+"""Takes an exchange that is over, its headers, method, route and status, and may give it the id of a trace."""
+
+
 def exchange_of(request: Request) -> Exchange:
     exchange = request.state.exchange
     assert isinstance(exchange, Exchange)
@@ -63,10 +65,10 @@ def _request_id(headers: Headers) -> str:
 class ExchangeMiddleware:
     """Plain ASGI: it touches the start of a response and lets its parts through untouched."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer | None) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, record: Recorder | None) -> None:
         self._app = app
         self._metrics = metrics
-        self._tracer = tracer
+        self._trace = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -113,8 +115,8 @@ class ExchangeMiddleware:
         if route in _PROBES:
             return
         trace_id = None
-        if self._tracer is not None:
-            trace_id = self._tracer.record(exchange, Headers(scope=scope), method, route, status or 499)
+        if self._trace is not None:
+            trace_id = self._trace(exchange, Headers(scope=scope), method, route, status or 499)
         fields: dict[str, object] = {
             "request_id": exchange.request_id,
             "trace_id": trace_id,

@@ -1,1 +1,1 @@
-"""Between text and tokens: the tokenizer, the incremental detokenizer and stop strings."""
+"""Between text and tokens: tokenizer, detokenizer, stop strings, chat templates, grammars, and the parts of a reply."""

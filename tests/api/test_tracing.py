@@ -169,7 +169,7 @@ async def test_off_is_off(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A flag is a demand; a variable may be there for other programs."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(UnusableOption, match=r"--otlp-endpoint.*sluice-llm\[otel\]"):
+    with pytest.raises(UnusableOption, match=r"--otlp-endpoint.*the extra .otel"):
         load_tracer(ServeSettings(model="tiny", otlp_endpoint="http://localhost:4318"))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://localhost:4318")
     assert load_tracer(ServeSettings(model="tiny")) is None

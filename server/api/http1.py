@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
@@ -51,6 +52,7 @@ class _Connection(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 _check_head(event)
+                return _in_origin_form(event)
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             self._refuse(status, _HEAD_IS_LONG if status == 431 else f"This is not HTTP/1.1: {error}.")
@@ -68,6 +70,15 @@ def _check_head(request: h11.Request) -> None:
     lines = sum(len(name) + len(": \r\n") + len(value) for name, value in request.headers)
     if len(request.target) + lines > MAX_HEAD_BYTES:
         raise h11.RemoteProtocolError("", error_status_hint=431)
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """With a target that begins with the path, as it may begin with a host, too (RFC 9112, section 3.2.2)."""
+    found = re.fullmatch(rb"https?://[^/?#]+(/?.*)", request.target, re.IGNORECASE)
+    if found is None:
+        return request
+    target = found[1] if found[1].startswith(b"/") else b"/" + found[1]
+    return h11.Request(method=request.method, headers=request.headers, target=target, http_version=request.http_version)
 
 
 class Protocol(H11Protocol):

@@ -102,6 +102,15 @@ async def test_a_broken_body_ends_its_own_request(served: Served) -> None:
     assert not served.engine.streams
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [("http://x/health", 200), ("HTTP://x:80/health?a=b", 200), ("http://x", 404), ("http://x?a", 404)],
+)
+async def test_a_target_may_name_the_host(served: Served, target: str, status: int) -> None:
+    answer = await raw(served, f"GET {target} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
+
+
 async def test_nothing_is_said_after_an_answer(served: Served) -> None:
     """The body of a request that is answered already breaks off: one answer, and the end."""
     head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -164,11 +164,11 @@ def test_the_borders_of_the_context_are_exact(small: Server, streamed: bool) -> 
 def test_a_large_request_and_small_ones_all_get_their_turn(small: Server) -> None:
     """vLLM 33499: one large waiting request blocked small ones; nor may small ones starve it."""
     with ThreadPoolExecutor(12) as threads:
-        holder = threads.submit(ask, small, prompt=[2] * 20, max_tokens=60, **FORCED)
+        holder = threads.submit(ask, small, prompt=[2] * 20, max_tokens=100, **FORCED)
         small.wait_for(lambda now: now["requests_running"] == 1)
         large = threads.submit(ask, small, prompt=[3] * 120, max_tokens=2, **FORCED)
         little = [threads.submit(ask, small, prompt=[4 + i], max_tokens=2, **FORCED) for i in range(10)]
-        little[0].result(30)
+        wait(little, 30, FIRST_COMPLETED)
         assert not large.done()
         for answer in (holder, large, *little):
             assert answer.result(30)["choices"][0]["finish_reason"] == "length"

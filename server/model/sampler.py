@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -295,9 +296,14 @@ def _flatten(ids: Sequence[Collection[int] | Int64Array], num_logits: int) -> In
 
 def _unpack(bits: Tensor, num_logits: int) -> Tensor:
     """Masks as bool [n, num_logits] from int32 [n, W], of which bit `i % 32` of word `i // 32` is id i's."""
+    return _octets(bits.device)[bits.view(torch.uint8).int()].view(torch.bool)[:, :num_logits].contiguous()
+
+
+@cache
+def _octets(device: torch.device) -> Tensor:
+    """For each byte its eight bits as bools, the least first, in one int64 [256]."""
     octets = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    table = torch.from_numpy(octets.view(np.int64).ravel()).to(bits.device)
-    return table[bits.view(torch.uint8).int()].view(torch.bool)[:, :num_logits].contiguous()
+    return torch.from_numpy(octets.view(np.int64).ravel()).to(device)
 
 
 def _leading(x: Tensor, width: int) -> Tensor:

@@ -227,11 +227,11 @@ class _Ends:
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.eos_token_ids = eos_token_ids
         self.num_tokens = vocab_size if eos_token_ids else vocab_size + 1
-        self.library_ids = sorted(eos_token_ids) or [vocab_size]
+        self.matcher_ids = sorted(eos_token_ids) or [vocab_size]
         self.num_words = -(-vocab_size // 32)
         self.matcher_words = -(-self.num_tokens // 32)
         bits = np.zeros(32 * self.matcher_words, dtype=np.uint8)
-        bits[self.library_ids] = 1
+        bits[self.matcher_ids] = 1
         self._others: Int32Array = ~np.packbits(bits, bitorder="little").view(np.int32)
 
     def write(self, permitted: Int32Array, mask: Int32Array, ignore_eos: bool) -> None:
@@ -249,10 +249,10 @@ class _Vocabulary:
     def __init__(self, tokenizer: Tokenizer, ends: _Ends) -> None:
         self._tokenizer = tokenizer
         self.tokens = [tokenizer.token_bytes(token_id) or b"" for token_id in range(ends.num_tokens)]
-        self.special_token_ids = sorted({*tokenizer.special_ids, *ends.library_ids} & set(range(ends.num_tokens)))
+        self.special_token_ids = sorted({*tokenizer.special_ids, *ends.matcher_ids} & set(range(ends.num_tokens)))
         if not ends.eos_token_ids:
             self.tokens[-1] = b"<|end of text|>"
-        self.eos_token_id = ends.library_ids[0]
+        self.eos_token_id = ends.matcher_ids[0]
         self.bos_token_id = tokenizer.bos_token_id
 
         self._ids = {data: token_id for token_id, data in enumerate(self.tokens) if data}
@@ -287,7 +287,7 @@ def _vocabulary(tokenizer: Tokenizer, ends: _Ends) -> LLTokenizer:
     from llguidance import LLTokenizer, TokenizerWrapper
 
     wrapped = TokenizerWrapper(_Vocabulary(tokenizer, ends))
-    return LLTokenizer(wrapped, n_vocab=ends.num_tokens, eos_token=ends.library_ids)
+    return LLTokenizer(wrapped, n_vocab=ends.num_tokens, eos_token=ends.matcher_ids)
 
 
 def _num_characters(spec: GrammarSpec) -> int:

@@ -67,8 +67,8 @@ class LiteralEncoder:
 
     For text with literals it has a copy of the tokenizer in which special tokens have other, secret names. In a text
     where the template's tokens go by those names, all is encoded at once as without literals, and the literals, being
-    no tokens there, as any other text. The copy is made when first needed (seconds for a large vocabulary, during
-    which other threads may stand still) or by `prepare`.
+    no tokens there, as any other text. Making the copy takes seconds for a large vocabulary, during which other threads
+    may stand still: `prepare` does it ahead.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -79,10 +79,10 @@ class LiteralEncoder:
         self._names = {text: f"{secret}{index:08x}" for index, text in enumerate(sorted(self._special))}
         self._lock = Lock()
 
-    def prepare(self) -> None:
-        """Make the copy now."""
+    def prepare(self) -> Backend | None:
+        """The copy, made at the first call; None for a tokenizer in Python."""
         with self._lock:
-            self._copy  # noqa: B018  # made by being read
+            return self._copy
 
     def literals(self, source: str, *values: object) -> Literals:
         """Stand-ins for the special tokens that are written in `values`. Raises ValueError where none is left."""
@@ -97,8 +97,7 @@ class LiteralEncoder:
         if not literals.stand_ins:
             return self._tokenizer.encode(text, add_special_tokens=False)
         check_characters(text)
-        with self._lock:
-            copy = self._copy
+        copy = self.prepare()
         if copy is None:
             return self._encode_apart(text, literals)
         named = self._pattern.sub(lambda found: self._names.get(found[0], found[0]), text)

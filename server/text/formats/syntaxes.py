@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,256}")
 _LONGEST_NAME = 256
 
 
-class Syntax:
+class Syntax(ABC):
     """The markup of the calls of one family of models. Calls are `begin`, what `around` says, `separator`, ..., `end`.
 
     openers: texts at which calls begin.
@@ -32,16 +33,16 @@ class Syntax:
     separator = "\n"
     end = ""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str) -> None:  # noqa: B027  # most families have one variant
         """`source` is the chat template, which shows the variant of the markup."""
 
+    @abstractmethod
     def around(self, name: str) -> tuple[str, str]:
         """The text of a call of `name` before its arguments, a JSON object, and after them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, reply: Reply, opener: str) -> Waiting[None]:
         """Read what follows `opener`, "" for none, leniently. Raises Malformed where it is no call."""
-        raise NotImplementedError
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """Calls, each a name and arguments as JSON text, as the model writes them."""

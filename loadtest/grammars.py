@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -68,7 +69,7 @@ def measure(tokenizer: Tokenizer) -> dict[str, Any]:
         schema = entry["schema"]
         spec = GrammarSpec("json_schema", json.dumps(schema))
         try:
-            seconds, grammar = timed(lambda spec=spec: compiler.compile(spec))  # type: ignore[misc]
+            seconds, grammar = timed(partial(compiler.compile, spec))
         except GrammarError:
             refused += 1
             continue

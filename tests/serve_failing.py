@@ -18,5 +18,5 @@ if __name__ == "__main__":
             raise RuntimeError("the device has gone")
         return run(runner, plan)
 
-    ModelRunner.run = run_until_then  # type: ignore[method-assign]
+    ModelRunner.run = run_until_then
     sys.exit(main())

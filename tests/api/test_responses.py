@@ -226,7 +226,7 @@ async def test_logprobs(talk: Talk) -> None:
     assert b"".join(bytes(score.bytes) for score in content.logprobs).decode() == "Hello, é!"
     assert {len(score.top_logprobs) for score in content.logprobs} == {2}
     plain = await client.responses.create(model="tiny", input="Hi")
-    assert plain.output[0].to_dict()["content"][0]["logprobs"] == []  # type: ignore[index]
+    assert plain.output[0].to_dict()["content"][0]["logprobs"] == []
 
 
 class City(BaseModel):

@@ -56,7 +56,7 @@ def test_system_and_stop_sequences(client: Anthropic, served: Served) -> None:
 
 def test_tokens_are_counted_as_they_are_used(client: Anthropic, served: Served) -> None:
     system = [{"type": "text", "text": "You answer in one word."}]
-    counted = client.messages.count_tokens(model=served.model, messages=QUESTION, system=system, tools=[TOOL])  # type: ignore[arg-type]
+    counted = client.messages.count_tokens(model=served.model, messages=QUESTION, system=system, tools=[TOOL])
     used = client.messages.create(**asked(served, system=system, tools=[TOOL], max_tokens=1)).usage
     cached = (used.cache_read_input_tokens or 0) + (used.cache_creation_input_tokens or 0)
     assert counted.input_tokens == used.input_tokens + cached

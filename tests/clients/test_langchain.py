@@ -82,7 +82,7 @@ def test_a_prompt_that_is_too_long_is_known_as_such(served: Served) -> None:
 
 
 def test_completions(served: Served) -> None:
-    model = OpenAI(base_url=served.api, api_key=served.key, model=served.model, temperature=0, max_tokens=12)  # type: ignore[arg-type]
+    model = OpenAI(base_url=served.api, api_key=served.key, model=served.model, temperature=0, max_tokens=12)
     whole = model.invoke("The sea is")
     assert whole
     assert "".join(model.stream("The sea is")) == whole

@@ -62,7 +62,7 @@ def test_a_tool_is_called_streamed_and_whole(served: Served) -> None:
     assert call.function.name == "get_weather"
     check_weather(json.loads(call.function.arguments))
     built = litellm.stream_chunk_builder(list(litellm.completion(**fields, stream=True)))
-    [streamed] = built.choices[0].message.tool_calls  # type: ignore[union-attr]
+    [streamed] = built.choices[0].message.tool_calls
     assert json.loads(streamed.function.arguments) == json.loads(call.function.arguments)
 
 

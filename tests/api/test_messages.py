@@ -226,6 +226,13 @@ async def test_an_empty_system_prompt_is_none(talk: Talk) -> None:
     assert engine.prompt == "user:Hi|assistant:"
 
 
+async def test_thinking_that_the_template_knows_nothing_of_is_reported(serve: Serve) -> None:
+    async with serve(chat_template="{% for message in messages %}{{ message.content }}{% endfor %}") as served:
+        for thinking, ignored in (({"type": "adaptive"}, "thinking"), ({"type": "disabled"}, None)):
+            raw = await client_of(served).messages.with_raw_response.create(**HI, thinking=thinking)
+            assert raw.headers.get("x-sluice-ignored-parameters") == ignored
+
+
 async def test_thinking(talk: Talk) -> None:
     served, engine = talk
     client = client_of(served)

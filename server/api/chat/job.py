@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Translated:
-    """What a route made of its body: a chat, the fields that nobody knows, and the body itself where that is none."""
+    """What a route made of its body: a chat, the fields that nobody knows, and the body itself where that is none.
+
+    switches: fields that change nothing unless the template reads one of these variables.
+    """
 
     body: ChatRequest
     unknown: Sequence[str] = ()
     extra: Any = None
+    switches: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -220,9 +224,11 @@ def _roles(messages: Sequence[dict[str, Any]], source: str) -> list[dict[str, An
 
 
 def _unread(translated: Translated, source: str) -> list[str]:
-    """The client's own variables for the template that it does not mention."""
+    """What the client sent for the template, and it does not mention."""
     sent: Mapping[str, Any] = (translated.extra or translated.body).chat_template_kwargs or {}
-    return [f"chat_template_kwargs.{name}" for name, value in sent.items() if value and name not in source]
+    unread = [f"chat_template_kwargs.{name}" for name, value in sent.items() if value and name not in source]
+    switches = translated.switches.items()
+    return [*unread, *(name for name, variables in switches if not any(variable in source for variable in variables))]
 
 
 def _template_kwargs(body: ChatRequest, source: str) -> dict[str, Any]:

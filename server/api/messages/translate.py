@@ -15,6 +15,9 @@ from server.api.place import Place
 from server.api.wire import DecodingFields
 
 _TEXT_ONLY = "this is a text model, which takes text blocks; nothing is fetched"
+SWITCHES = ("enable_thinking", "thinking")
+"""What templates call the variable that says whether to think."""
+
 _BETWEEN_TURNS = "\n\n"
 # What a tool result that says `is_error` begins with: chat has no other way to tell the model.
 _ERROR = "Error: "
@@ -29,7 +32,7 @@ def to_chat(body: CountTokensRequest, raw: Mapping[str, Any]) -> dict[str, Any]:
     kwargs = Place(body.chat_template_kwargs, "chat_template_kwargs")
     if body.thinking is not None:
         # By either name, whichever the template knows.
-        thinking = dict.fromkeys(("enable_thinking", "thinking"), _thinks(Place(body.thinking, "thinking")))
+        thinking = dict.fromkeys(SWITCHES, _thinks(Place(body.thinking, "thinking")))
         chat["chat_template_kwargs"] = thinking if kwargs.absent else {**thinking, **kwargs.mapping()}
     else:
         chat["chat_template_kwargs"] = kwargs.value
@@ -54,6 +57,10 @@ def to_chat(body: CountTokensRequest, raw: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(body, MessagesRequest):
         chat["max_completion_tokens"], chat["stop"] = body.max_tokens, body.stop_sequences
     return chat
+
+
+def asks_to_think(body: CountTokensRequest) -> bool:
+    return isinstance(body.thinking, dict) and body.thinking.get("type") != "disabled"
 
 
 def hides_thinking(body: CountTokensRequest) -> bool:

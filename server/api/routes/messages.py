@@ -14,7 +14,7 @@ from server.api.chat.job import Translated
 from server.api.chat.serve import serve_chat
 from server.api.chat.wire import ChatRequest
 from server.api.fields import read_fields
-from server.api.messages.translate import to_chat
+from server.api.messages.translate import SWITCHES, asks_to_think, to_chat
 from server.api.messages.wire import HARMLESS, MESSAGES, CountTokensRequest, MessagesRequest
 from server.api.messages.writer import MessagesWriter
 from server.api.renaming import Names, renamed
@@ -55,4 +55,5 @@ def _chat_of(kind: type[CountTokensRequest], raw: Mapping[str, Any]) -> Translat
     body, unknown = read_fields(raw, kind, MESSAGES, HARMLESS)
     chat = to_chat(body, raw)
     with renamed(NAMES):
-        return Translated(parse(ChatRequest, chat), unknown, body)
+        switches = {"thinking": SWITCHES} if asks_to_think(body) else {}
+        return Translated(parse(ChatRequest, chat), unknown, body, switches)

@@ -16,14 +16,13 @@ ERROR_BODY = 4096  # bytes of an error body worth keeping
 
 
 class CompletionStream:
-    """Feed it the bytes of the response with the time each read returned."""
+    """Feed it the bytes of the response, head and body, with the time each read returned."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
         self._response = ResponseParser()
-        self._events = EventParser()
+        self._body = CompletionBody(record)
         self._error_body = b""
-        self._done = False
 
     @property
     def closed(self) -> bool:
@@ -43,8 +42,7 @@ class CompletionStream:
         if self.record.status != 200:
             self._error_body += body[: ERROR_BODY - len(self._error_body)]
             return
-        for event in self._events.feed(body):
-            self._event(event, now)
+        self._body.feed(body, now)
 
     def finish(self, now: float) -> None:
         """The response is over at `now`: complete, cut, or given up."""
@@ -55,7 +53,31 @@ class CompletionStream:
             record.fail("connection closed before a response")
         elif record.status != 200:
             record.fail(f"HTTP {record.status}: {error_message(self._error_body)}")
-        elif not self._done:
+        else:
+            self._body.finish(whole)
+
+
+class CompletionBody:
+    """The events of a response that was answered with 200; feed it the body, freed of its framing.
+
+    texts: the pieces of the answer in order, without the reasoning before it.
+    """
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.texts: list[str] = []
+        self._events = EventParser()
+        self._done = False
+
+    def feed(self, body: bytes, now: float) -> None:
+        """Account for a piece of the body that was read at `now`."""
+        for event in self._events.feed(body):
+            self._event(event, now)
+
+    def finish(self, whole: bool) -> None:
+        """Nothing more comes; `whole` is whether the body ended as its framing promised."""
+        record = self.record
+        if not self._done:
             record.fail("stream ended without [DONE]" if whole else "stream cut before its end")
         elif record.finish_reason is None:
             record.fail("stream ended without a finish_reason")
@@ -85,7 +107,10 @@ class CompletionStream:
         usage = chunk.get("usage") or {}
         for choice in chunk.get("choices") or ():
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
-            if _has_text(choice):
+            text = _answer(choice)
+            if text:
+                self.texts.append(text)
+            if text or _has_reasoning(choice):
                 record.arrivals.append(now)
                 record.totals.append(usage.get("completion_tokens"))
         if usage:
@@ -94,12 +119,14 @@ class CompletionStream:
             record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    """Whether a choice of /completions or /chat/completions shows the reader something."""
-    if choice.get("text"):
-        return True
+def _answer(choice: dict[str, Any]) -> str:
+    """The text of a choice of /completions or /chat/completions."""
+    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+
+
+def _has_reasoning(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or {}
-    return bool(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
+    return bool(delta.get("reasoning_content") or delta.get("reasoning"))
 
 
 def _message(error: Any) -> str:

@@ -286,6 +286,14 @@ class ServeSettings(BaseSettings):
 
     host: str = _option("Server", "127.0.0.1", "address to listen on", expects="a host name or address", min_length=1)
     port: int = _option("Server", 8000, "port to listen on; 0 takes a free one", ge=0, le=65535)
+    drain_delay: float = _option(
+        "Server",
+        0.0,
+        "seconds that new requests are still taken at shutdown, while /ready is 503 already and load balancers leave",
+        ge=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
     shutdown_timeout: float = _option(
         "Server", 30.0, "seconds that running requests get to finish at shutdown", ge=0, le=86400, allow_inf_nan=False
     )

@@ -30,12 +30,12 @@ def create_app(engine: Engine, metrics: Metrics, settings: ServeSettings) -> Fas
         redirect_slashes=False,
     )
     tracer = load_tracer(settings)
-    app.state.service = Service(engine, metrics, settings, tracer)
+    app.state.service = service = Service(engine, metrics, settings, tracer)
     if keys is not None:
         app.add_middleware(AuthMiddleware, keys=keys, public_metrics=settings.public_metrics)
     if settings.cors_origin:
         app.add_middleware(Cors, origins=settings.cors_origin)  # around the keys: a preflight cannot bring one
-    app.add_middleware(ExchangeMiddleware, metrics=metrics, record=tracer.record if tracer else None)
+    app.add_middleware(ExchangeMiddleware, service=service, record=tracer.record if tracer else None)
     app.add_exception_handler(errors.APIError, errors.on_api_error)
     app.add_exception_handler(errors.ClientGone, errors.on_client_gone)
     app.add_exception_handler(HTTPException, errors.on_http_exception)

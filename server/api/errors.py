@@ -145,15 +145,13 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> API
 
 
 def unavailable(phase: Phase, detail: str) -> APIError:
-    """503: the server cannot generate in this phase of its life. A draining one wants the connection closed, too."""
+    """503: the server cannot generate in this phase of its life."""
     words = {
         Phase.LOADING: f"The model is still loading{f' ({detail})' if detail else ''}; try again shortly.",
         Phase.DRAINING: "The server is shutting down and takes no new requests; try another one.",
         Phase.DEAD: f"The engine has failed{f' ({detail})' if detail else ''}; the server must be restarted.",
     }
     headers = {"retry-after": str(_RETRY_AFTER[phase])}
-    if phase is Phase.DRAINING:
-        headers["connection"] = "close"
     reason: dict[Phase, RejectReason] = {
         Phase.LOADING: "loading",
         Phase.DRAINING: "draining",

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.errors import internal_error, is_messages
-from server.metrics import Metrics
+from server.api.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,9 @@ def _request_id(headers: Headers) -> str:
 class ExchangeMiddleware:
     """Plain ASGI: it touches the start of a response and lets its parts through untouched."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, record: Recorder | None) -> None:
+    def __init__(self, app: ASGIApp, service: Service, record: Recorder | None) -> None:
         self._app = app
-        self._metrics = metrics
+        self._service = service
         self._trace = record
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,7 +86,9 @@ class ExchangeMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message = {**message, "headers": [*message["headers"], *id_headers]}
+                # A proxy must not send its next request on a connection that is about to end.
+                closing = [(b"connection", b"close")] if self._service.leaving else []
+                message = {**message, "headers": [*message["headers"], *id_headers, *closing]}
             await send(message)
 
         try:
@@ -111,7 +113,7 @@ class ExchangeMiddleware:
         seconds = time.monotonic() - exchange.started
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         route = scope["route"].path_format if "route" in scope else UNMATCHED
-        self._metrics.http(method, route, status or 499, exchange.outcome, seconds)
+        self._service.metrics.http(method, route, status or 499, exchange.outcome, seconds)
         if route in _PROBES:
             return
         trace_id = None

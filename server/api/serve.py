@@ -112,8 +112,8 @@ async def _begin(
 ) -> tuple[J, Generation, DisconnectWatch]:
     """The job and its sequences, submitted; the caller closes both others. The body is gone by then."""
     with counting_refusal(service, endpoint, False):
+        data = await read_body(request)  # even to refuse it: a client that still sends would not read why
         service.ready_model()
-        data = await read_body(request)
         large = len(data) > LARGE_BODY
         raw = await service.in_large_worker(parse_object, data) if large else parse_object(data)
     watch = DisconnectWatch(request.receive)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -33,6 +34,8 @@ _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 1.0
 # What a finished answer may take to reach a slow reader once the engine is done.
 _FLUSH_SECONDS = 3
+# How long connections stay open after the port is closed, for requests that are on their way on them.
+_FAREWELL_SECONDS = 0.3
 # asyncio accepts so many connections in one go. When descriptors run out it logs an error for each of them, every
 # second, so this is small; the kernel's own queue, set by `bind`, is not.
 _ACCEPTED_AT_ONCE = 8
@@ -48,8 +51,9 @@ def serve(settings: ServeSettings) -> int:
     """Serve until a signal. Returns the exit code: 0 after a drain, 1 if the port, the model or a file of keys cannot
     be had.
 
-    SIGTERM or SIGINT drains: /ready turns 503, new requests are refused, open ones finish within `shutdown_timeout`
-    and what is left then ends with an error. The port stays open meanwhile. A second signal ends the process at once.
+    SIGTERM or SIGINT drains: /ready turns 503; new requests are taken for `drain_delay` and refused from then on; open
+    ones finish within `shutdown_timeout`, and what is left then ends with an error. The port stays open meanwhile. A
+    second signal ends the process at once.
     """
     from server.engine import AsyncEngine
 
@@ -128,6 +132,19 @@ class _Uvicorn(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Whoever could connect is answered: uvicorn would reset the connections that the kernel has accepted, and
+        close those in use over requests that have arrived but were not read yet."""
+        loop = asyncio.get_running_loop()
+        while any(select.select(sockets or (), (), (), 0)):
+            await asyncio.sleep(0)  # the loop accepts them
+        for server in self.servers:
+            server.close()
+        deadline = loop.time() + _FAREWELL_SECONDS
+        while loop.time() < deadline and self.server_state.connections:
+            await asyncio.sleep(_FAREWELL_SECONDS / 10)
+        await super().shutdown(sockets)
+
 
 async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listener: socket.socket) -> int:
     """Serve `engine` on `listener` until a signal or until it cannot load; the exit code. Raises UnusableOption."""
@@ -139,13 +156,21 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
     loop = asyncio.get_running_loop()
 
     def on_signal(number: int) -> None:
-        name = signal.Signals(number).name
-        if service.draining:
+        name, delay = signal.Signals(number).name, settings.drain_delay
+        if service.leaving:
             logger.warning("%s again: ending at once", name)
             _end(128 + number)
+        service.leaving = True
+        if delay and service.phase is Phase.READY:
+            logger.info("%s: not ready any more; taking requests for %g seconds; once more ends at once", name, delay)
+            loop.call_later(delay, refuse_new, f"after {delay:g} seconds")
+        else:
+            refuse_new(name)
+
+    def refuse_new(when: str) -> None:
         service.draining = True
         timeout = settings.shutdown_timeout
-        logger.info("%s: finishing open requests, for up to %g seconds; once more ends at once", name, timeout)
+        logger.info("%s: finishing open requests, for up to %g seconds; once more ends at once", when, timeout)
         stopping.set()
 
     for number in _SIGNALS:
@@ -158,7 +183,7 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
         await engine.start()
         await service.in_worker(app.openapi)  # made once; the first 405 would hold up all others for it
         code = await _until_stopped(engine, service, stopping, url_of(listener))
-        await _drain(engine, settings.shutdown_timeout)
+        await _drain(service, settings.shutdown_timeout)
     finally:
         # What is still open now is cut off, and counted in our own log; uvicorn would print a traceback for each.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
@@ -178,9 +203,15 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
     return code
 
 
-async def _drain(engine: Engine, timeout: float) -> None:
+async def _drain(service: Service, timeout: float) -> None:
+    """Lets requests that were let in finish, those first that the engine has not got yet."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    while service.preparing and loop.time() < deadline:
+        await asyncio.sleep(_POLL_SECONDS / 10)
+    left = max(0.0, deadline - loop.time())
     try:
-        finished = await asyncio.wait_for(engine.drain(timeout), timeout + _STOP_SECONDS)
+        finished = await asyncio.wait_for(service.engine.drain(left), left + _STOP_SECONDS)
     except TimeoutError:
         finished = False
     if not finished:

@@ -50,7 +50,8 @@ class OpenRequest(Protocol):
 class Service:
     """One per app.
 
-    draining: set at the first signal, before the engine has heard of it.
+    leaving: set at the first signal: /ready is 503, and each answer closes its connection.
+    draining: set after --drain-delay, before the engine has heard of it: no new requests are taken.
     keep_alive: seconds of silence after which a stream gets a comment.
     arriving_bytes: bytes held of bodies that are not complete.
     warming_up: the engine is ready, and what the first requests would wait for is still being made.
@@ -68,6 +69,7 @@ class Service:
         self.metrics = metrics
         self.settings = settings
         self.keep_alive = settings.sse_keep_alive or math.inf
+        self.leaving = False
         self.draining = False
         self.warming_up = False
         self.arriving_bytes = 0

@@ -55,19 +55,23 @@ class Engine(FakeEngine):
 def main(
     load: str = "ready",
     step_seconds: float = 0.01,
+    drain_delay: float = 0,
     shutdown_timeout: float = 20,
     stop_hangs: bool = False,
     max_descriptors: int | None = None,
     chat_template: str | None = None,
     stalled: tuple[float, float] | None = None,
+    port: int = 0,
 ) -> int:
     if max_descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")
     engine = Engine(load, stop_hangs, stalled)
     engine.step_seconds = step_seconds
-    settings = ServeSettings(model="tiny", shutdown_timeout=shutdown_timeout, chat_template=chat_template)
-    return asyncio.run(run(engine, Metrics(CollectorRegistry(), "tiny"), settings, bind("127.0.0.1", 0)))
+    settings = ServeSettings(
+        model="tiny", drain_delay=drain_delay, shutdown_timeout=shutdown_timeout, chat_template=chat_template
+    )
+    return asyncio.run(run(engine, Metrics(CollectorRegistry(), "tiny"), settings, bind("127.0.0.1", port)))
 
 
 if __name__ == "__main__":

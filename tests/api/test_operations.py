@@ -43,7 +43,7 @@ async def test_probes_tell_the_phase(served: Served, phase: Phase, health: int, 
 
 
 async def test_draining_is_known_before_the_engine_hears_of_it(served: Served) -> None:
-    served.app.state.service.draining = True
+    served.app.state.service.leaving = served.app.state.service.draining = True
     assert (await served.client.get("/ready")).status_code == 503
     assert (await served.client.get("/health")).json()["phase"] == "draining"
     response = await served.post(prompt="x")

@@ -29,10 +29,11 @@ _UNWELL: dict[int | str, dict[str, Any]] = {503: {"model": HealthBody, "descript
 
 def _state(request: Request, healthy: set[Phase]) -> Response:
     service = service_of(request)
-    status, phase = service.engine.status, service.phase
+    status, phase, detail = service.engine.status, service.phase, service.detail
+    if service.leaving and phase is Phase.READY:
+        phase, detail = Phase.DRAINING, "new requests are taken for a little longer (--drain-delay)"
     stalled = status.stalled_seconds > 0
     well = phase in healthy and not stalled
-    detail = service.detail
     if stalled:
         detail = f"a step has not ended for {status.stalled_seconds:.0f} seconds (--stall-timeout)"
     body: HealthBody = {
@@ -58,7 +59,10 @@ async def health(request: Request) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", response_model=HealthBody, responses=_UNWELL)
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken and work goes on; 503, with the phase, otherwise."""
+    """200 while new requests are welcome and work goes on; 503, with the phase, otherwise.
+
+    It is 503 from the first signal on, though requests are taken for --drain-delay seconds more.
+    """
     return _state(request, {Phase.READY})
 
 

@@ -106,8 +106,8 @@ async def detokenize(request: Request) -> Response:
 async def _answer(request: Request, answer: Answer) -> Response:
     """All of it in a worker: bodies and answers may have millions of tokens."""
     service = service_of(request)
-    model, tokenizer = service.ready_model()
     data = await read_body(request)
+    model, tokenizer = service.ready_model()
 
     def work() -> tuple[bytes, Sequence[str]]:
         body, unknown = answer(service, model, tokenizer, parse_object(data))

@@ -107,6 +107,14 @@ class StepLimits:
     max_num_batched_tokens: int
 
 
+@dataclass(frozen=True)
+class Objectives:
+    """What the operator promises of a request: seconds to its first token, and from token to token on average."""
+
+    ttft_seconds: float = 2.0
+    inter_token_seconds: float = 0.2
+
+
 class Environment(EnvSettingsSource):
     """Variables `SLUICE_...`, without those that Kubernetes sets for a Service that is itself named sluice."""
 
@@ -313,7 +321,7 @@ class ServeSettings(BaseSettings):
         expects="a file",
         min_length=1,
     )
-    public_metrics: bool = _option("Server", False, "answer /metrics without a key, as /health and /ready always are")
+    public_metrics: bool = _option("Metrics", False, "answer /metrics without a key, as /health and /ready always are")
     cors_origin: Origins = _option(
         "Server",
         [],
@@ -337,6 +345,25 @@ class ServeSettings(BaseSettings):
         ge=0,
         le=3600,
         allow_inf_nan=False,
+    )
+    slo_ttft: float = _option(
+        "Metrics",
+        Objectives.ttft_seconds,
+        "seconds to the first token within which a request counts as served well (requests_slo_total)",
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    slo_inter_token: float = _option(
+        "Metrics",
+        Objectives.inter_token_seconds,
+        "seconds between two of its tokens, on average, within which it does",
+        gt=0,
+        le=86400,
+        allow_inf_nan=False,
+    )
+    metrics_compat: Literal["none", "vllm"] = _option(
+        "Metrics", "none", "whose names /metrics has too, for dashboards, routers and autoscalers that know only those"
     )
     otlp_endpoint: str | None = _option(
         "Server",
@@ -395,6 +422,10 @@ class ServeSettings(BaseSettings):
                 {"tokens": tokens, "least": least, "parts": parts},
             )
         return self
+
+    @property
+    def objectives(self) -> Objectives:
+        return Objectives(self.slo_ttft, self.slo_inter_token)
 
     @property
     def served_names(self) -> tuple[str, ...]:

@@ -72,7 +72,7 @@ class AsyncEngine:
         self._admission: Admission | None = None  # once loaded
         self._stall_limit = 0.0
         self._step_begun: float | None = None  # when the step in progress began; None while idle
-        metrics.watch_step(self._step_age)
+        metrics.engine.watch_step(self._step_age)
         self._inbox: deque[Command] = deque()
         self._thread = threading.Thread(target=self._main, name="sluice-engine", daemon=True)
         self._caller_loop: asyncio.AbstractEventLoop | None = None
@@ -225,11 +225,11 @@ class AsyncEngine:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         from server.startup import start_up  # takes seconds: not before the port answers
 
-        self.metrics.startup("import", time.monotonic() - begun)
+        self.metrics.engine.startup("import", time.monotonic() - begun)
         self._started = start_up(self.settings, self.metrics, self._device, self._report_loading)
         self.model = self._started.card
         self.tokenizer = self._started.tokenizer
-        self.metrics.startup("total", time.monotonic() - begun)
+        self.metrics.engine.startup("total", time.monotonic() - begun)
         self._admission = Admission(
             self._started.scheduler.config.max_num_seqs,
             self.settings.max_queued_requests,
@@ -254,7 +254,7 @@ class AsyncEngine:
         with self._phase_lock:
             if _LIFE.index(phase) > _LIFE.index(self._phase):
                 self._phase, self._detail = phase, detail
-                self.metrics.state(phase)
+                self.metrics.engine.state(phase)
 
     async def _run(self) -> None:
         started, sessions = self._started, self._sessions
@@ -325,7 +325,7 @@ class AsyncEngine:
         while not self._inbox:
             since = time.monotonic()
             woken = await self._woken(IDLE_REPORT_SECONDS)
-            self.metrics.idle(time.monotonic() - since)
+            self.metrics.engine.idle(time.monotonic() - since)
             if woken:
                 return
 
@@ -345,7 +345,7 @@ class AsyncEngine:
         sessions.report_pool()
         self._flush(sessions)
         now = time.monotonic()
-        self.metrics.step(
+        self.metrics.engine.step(
             StepReport(
                 prefill_requests=plan.num_sequences - plan.num_decodes,
                 prefill_tokens=plan.num_tokens - plan.num_decodes,

@@ -44,6 +44,7 @@ class PoolReport:
     waiting: requests not in the running batch, by which of WAIT_REASONS they wait for; absent reasons are none.
     waiting_tokens: prompt tokens of those that have not started yet; siblings' common prompt counts once.
     used_blocks: referenced by a running request; cached_blocks: kept for their content only, evictable.
+    unused_slots: slots for tokens in used blocks that hold none yet.
     evicted_blocks, preemptions, queried_tokens, hit_tokens: totals since the start, None where there is nothing new;
         prefix-cache look-ups and hits are counted in prompt tokens.
     """
@@ -54,6 +55,7 @@ class PoolReport:
     free_blocks: int
     waiting: Mapping[str, int] = field(default_factory=dict)
     waiting_tokens: int = 0
+    unused_slots: int = 0
     evicted_blocks: int | None = None
     preemptions: int | None = None
     queried_tokens: int | None = None
@@ -81,12 +83,27 @@ class FinishedReport:
     decode_seconds: float | None
     total_seconds: float
 
+    @property
+    def ttft_seconds(self) -> float | None:
+        """Arrival to the first token; None where there is none."""
+        if self.queue_seconds is None or self.prefill_seconds is None:
+            return None
+        return self.queue_seconds + self.prefill_seconds
+
+    @property
+    def mean_gap_seconds(self) -> float | None:
+        """From one token to the next on average; None where fewer than two came."""
+        if self.decode_seconds is None or self.generation_tokens < 2:
+            return None
+        return self.decode_seconds / (self.generation_tokens - 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
     """The model and its pool, once loaded.
 
     model: what the weights came from; num_blocks: those that requests can hold, so without the trash block.
+    max_num_seqs, max_queued_requests: how many may run together, and wait beside them.
     """
 
     model: str
@@ -97,3 +114,5 @@ class ModelReport:
     num_blocks: int
     kv_cache_dtype: str
     prefix_caching: bool
+    max_num_seqs: int
+    max_queued_requests: int

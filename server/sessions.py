@@ -111,7 +111,7 @@ class Sessions:
         """Make the outputs of what a step, committed `now`, did."""
         released = sum(self._advance(item, now) for item in progress)
         if released:
-            self._metrics.generated(released)
+            self._metrics.tokens.generated(released)
 
     def _advance(self, progress: Progress, now: float) -> int:
         """The same for one request; returns how many tokens became certain."""
@@ -119,15 +119,15 @@ class Sessions:
         if not session.prompt_counted and (progress.token_id is not None or progress.finish_reason is not None):
             session.prompt_counted = True
             if session.sequence.leader is None:  # siblings share one prompt, which usage counts once
-                self._metrics.prompt_computed(progress.request.num_prompt, progress.request.num_cached)
+                self._metrics.tokens.prompt_computed(progress.request.num_prompt, progress.request.num_cached)
         if progress.token_id is not None:
             session.submission.answered = True
             if session.first_token is None:
                 session.first_token = now
-                self._metrics.first_token(now - session.arrived)
+                self._metrics.requests.first_token(now - session.arrived)
             else:
                 assert session.last_token is not None
-                self._metrics.inter_token(now - session.last_token)
+                self._metrics.requests.inter_token(now - session.last_token)
             session.last_token = now
         try:
             output = session.advance(progress, self._tokenizer, self._card.eos_token_ids)
@@ -159,7 +159,7 @@ class Sessions:
 
     def _fail(self, session: Session, failure: GenerationFailed) -> None:
         self._send(session, failure)
-        self._metrics.discarded("error", session.num_held)
+        self._metrics.tokens.discarded("error", session.num_held)
         self._close(session, "error", None, time.monotonic())
 
     def cut_off(self, request_id: str, cause: AbortCause) -> None:
@@ -196,7 +196,7 @@ class Sessions:
         has_scores = session.request.prompt_logprobs is None or session.first_token is not None
         if session.submission.answered and has_scores:
             output = session.run_out()
-            self._metrics.generated(len(output.tokens))
+            self._metrics.tokens.generated(len(output.tokens))
             self._end_early(session, output, "deadline", now)
             return
         failure = DeadlineExceeded(
@@ -211,7 +211,7 @@ class Sessions:
         in_vain = session.num_held
         if session.first_token is None:
             in_vain = sequence.num_computed - sequence.num_cached + self._scheduler.tokens_in_flight(sequence)
-        self._metrics.discarded("disconnect" if cause == "disconnect" else "abort", max(0, in_vain))
+        self._metrics.tokens.discarded("disconnect" if cause == "disconnect" else "abort", max(0, in_vain))
         self._scheduler.abort(sequence)
         self._send(session, last)
         self._close(session, "abort", cause, now)
@@ -222,7 +222,7 @@ class Sessions:
         for session in list(self._open.values()):
             self._close(session, "error", None, now)
         capacity = self._scheduler.pool.capacity
-        self._metrics.pool(PoolReport(running=0, used_blocks=0, cached_blocks=0, free_blocks=capacity))
+        self._metrics.pool.update(PoolReport(running=0, used_blocks=0, cached_blocks=0, free_blocks=capacity))
 
     def _send(self, session: Session, output: Output | Exception) -> None:
         self.outbox.append((self._streams[session.request.request_id], output))
@@ -235,15 +235,15 @@ class Sessions:
             self._admission.leave(session.request)
         elif finish_reason in ("stop", "length"):
             self._admission.ran(now - session.admitted)
-        self._metrics.finished(session.report(finish_reason, cause, now))
+        self._metrics.requests.finished(session.report(finish_reason, cause, now))
 
     def report_pool(self) -> None:
         """Tell the metrics how queue, batch and pool are now."""
         stats = self._scheduler.stats()
         if stats.recomputed_tokens > self._recomputed_tokens:
-            self._metrics.discarded("preemption", stats.recomputed_tokens - self._recomputed_tokens)
+            self._metrics.tokens.discarded("preemption", stats.recomputed_tokens - self._recomputed_tokens)
             self._recomputed_tokens = stats.recomputed_tokens
-        self._metrics.pool(
+        self._metrics.pool.update(
             PoolReport(
                 running=stats.running,
                 used_blocks=stats.blocks_used,
@@ -251,6 +251,7 @@ class Sessions:
                 free_blocks=stats.blocks_free,
                 waiting=stats.waiting_by_reason,
                 waiting_tokens=self._admission.waiting_tokens,
+                unused_slots=stats.unused_slots,
                 evicted_blocks=stats.evicted_blocks,
                 preemptions=stats.preemptions,
                 queried_tokens=stats.queried_tokens,

@@ -160,26 +160,28 @@ def _tell_metrics(
     card: ModelCard,
     division: MemoryDivision,
 ) -> None:
-    metrics.memory("weights", division.weight_bytes)
-    metrics.memory("kv_cache", division.num_blocks * layout.bytes_per_block)
-    metrics.memory("activations_peak", division.step_bytes)
-    metrics.memory("device_free", max(0, division.left_bytes))
-    metrics.model_loaded(
-        ModelReport(
-            model=loaded.root,
-            revision=loaded.revision,
-            dtype=card.dtype,
-            max_model_len=card.max_model_len,
-            block_size=settings.block_size,
-            num_blocks=division.num_blocks - 1,
-            kv_cache_dtype=card.dtype,
-            prefix_caching=settings.enable_prefix_caching,
-        )
+    metrics.engine.memory("weights", division.weight_bytes)
+    metrics.engine.memory("kv_cache", division.num_blocks * layout.bytes_per_block)
+    metrics.engine.memory("activations_peak", division.step_bytes)
+    metrics.engine.memory("device_free", max(0, division.left_bytes))
+    report = ModelReport(
+        model=loaded.root,
+        revision=loaded.revision,
+        dtype=card.dtype,
+        max_model_len=card.max_model_len,
+        block_size=settings.block_size,
+        num_blocks=division.num_blocks - 1,
+        kv_cache_dtype=card.dtype,
+        prefix_caching=settings.enable_prefix_caching,
+        max_num_seqs=settings.step_limits(loaded.device.type).max_num_seqs,
+        max_queued_requests=settings.max_queued_requests,
     )
+    metrics.engine.loaded(report)
+    metrics.pool.allocated(report)
 
 
 @contextmanager
 def _timed(metrics: Metrics, phase: StartupPhase) -> Iterator[None]:
     begun = time.monotonic()
     yield
-    metrics.startup(phase, time.monotonic() - begun)
+    metrics.engine.startup(phase, time.monotonic() - begun)

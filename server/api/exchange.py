@@ -113,7 +113,7 @@ class ExchangeMiddleware:
         seconds = time.monotonic() - exchange.started
         method = scope["method"] if scope["method"] in _METHODS else "OTHER"
         route = scope["route"].path_format if "route" in scope else UNMATCHED
-        self._service.metrics.http(method, route, status or 499, exchange.outcome, seconds)
+        self._service.metrics.http.answered(method, route, status or 499, exchange.outcome, seconds)
         if route in _PROBES:
             return
         trace_id = None

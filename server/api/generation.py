@@ -32,8 +32,8 @@ def counting_refusal(service: Service, endpoint: str, streaming: bool) -> Iterat
     try:
         yield
     except APIError as error:
-        service.metrics.received(endpoint, streaming)
-        service.metrics.rejected(error.reason)
+        service.metrics.requests.received(endpoint, streaming)
+        service.metrics.requests.rejected(error.reason)
         raise
 
 
@@ -96,7 +96,7 @@ class Generation:
         exchange.submitted = time.monotonic()
         service.opened(self)
         for request in requests:
-            service.metrics.received(request.endpoint, request.streaming)
+            service.metrics.requests.received(request.endpoint, request.streaming)
 
     @property
     def request_id(self) -> str:

@@ -136,6 +136,6 @@ class Protocol(H11Protocol):
             )
             self.transport.write(head.encode() + error.body)
         self.transport.close()
-        self._service.metrics.http("OTHER", UNMATCHED, status, "refused", 0.0)
+        self._service.metrics.http.answered("OTHER", UNMATCHED, status, "refused", 0.0)
         fields = {"status": status, "outcome": "refused", "error": error.code, "client": self.client and self.client[0]}
         logger.info("not a request", extra=fields)

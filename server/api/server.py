@@ -23,6 +23,7 @@ from server.api.errors import APIError
 from server.api.http1 import IDLE_CONNECTION_SECONDS, Protocol
 from server.api.ports import Engine
 from server.api.service import Service
+from server.api.watch import cancel
 from server.config import ServeSettings, UnusableOption
 from server.generation import Phase
 from server.metrics import Metrics
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_SECONDS = 0.1
 _WATCH_SECONDS = 1.0
+_LAG_SECONDS = 0.25
 # What a finished answer may take to reach a slow reader once the engine is done.
 _FLUSH_SECONDS = 3
 # How long connections stay open after the port is closed, for requests that are on their way on them.
@@ -69,7 +71,7 @@ def serve(settings: ServeSettings) -> int:
         return 1
     _allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    metrics = Metrics(CollectorRegistry(), settings.served_names[0])
+    metrics = Metrics(CollectorRegistry(), settings.served_names[0], objectives=settings.objectives)
     try:
         return asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
     except UnusableOption as error:
@@ -177,6 +179,7 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
         loop.add_signal_handler(number, on_signal, number)
     http = _Uvicorn(http_config(app))
     serving = asyncio.create_task(http.serve([listener]))
+    lag = asyncio.create_task(_watch_lag(metrics))
     logger.info("listening on %s (loading the model)", url_of(listener))
     service.warming_up = True
     try:
@@ -189,6 +192,7 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         http.should_exit = True
         await serving
+        await cancel(lag)
         service.close()
     try:
         await asyncio.wait_for(engine.stop(), _STOP_SECONDS)
@@ -259,6 +263,15 @@ async def _watch_progress(engine: Engine) -> None:
         elif stalled and not now and engine.status.phase is not Phase.DEAD:
             logger.warning("the step that took more than %.0f seconds is over", stalled)
         stalled = now
+
+
+async def _watch_lag(metrics: Metrics) -> None:
+    """Measures how late the loop comes round to what is due."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + _LAG_SECONDS
+        await asyncio.sleep(_LAG_SECONDS)
+        metrics.http.lagged(max(0.0, loop.time() - due))
 
 
 async def _until_stopped(engine: Engine, service: Service, stopping: asyncio.Event, url: str) -> int:

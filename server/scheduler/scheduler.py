@@ -91,6 +91,7 @@ class Progress:
 class SchedulerStats:
     """Counts of the moment, and totals since the start.
 
+    unused_slots: slots for tokens in the blocks of running requests that hold none yet.
     recomputed_tokens: tokens that a preempted request had computed and had to compute again.
     """
 
@@ -100,6 +101,7 @@ class SchedulerStats:
     blocks_used: int
     blocks_cached: int
     blocks_free: int
+    unused_slots: int
     preemptions: int
     evicted_blocks: int
     queried_tokens: int
@@ -277,6 +279,9 @@ class Scheduler:
         by_reason: dict[str, int] = dict.fromkeys(WAITING_REASONS, 0)
         by_reason["shared_prompt"] = shared
         by_reason[self._blocked_by] += len(self.waiting) - shared
+        # A block that several requests share is full, so that what each leaves unused is in blocks of its own.
+        size = self.config.block_size
+        unused = sum(request.num_blocks * size - request.num_computed for request in self.running)
         return SchedulerStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -284,6 +289,7 @@ class Scheduler:
             blocks_used=self.pool.num_used,
             blocks_cached=self.pool.num_cached,
             blocks_free=self.pool.num_free,
+            unused_slots=unused,
             preemptions=self._preemptions,
             evicted_blocks=self.pool.num_evictions,
             queried_tokens=self._queried_tokens,

@@ -174,6 +174,13 @@ class Driver:
         assert min(stats.blocks_free, stats.blocks_cached, stats.blocks_used) >= 0
         assert sum(stats.waiting_by_reason.values()) == stats.waiting
         assert min(stats.waiting_by_reason.values()) >= 0
+        size = self.config.block_size
+        filled: dict[int, int] = {}  # tokens in each block, whoever wrote them
+        for request in self.scheduler.running:
+            for index, block in enumerate(request.blocks):
+                tokens = min(size, max(0, request.num_computed - index * size))
+                filled[block] = max(tokens, filled.get(block, 0))
+        assert stats.unused_slots == sum(size - tokens for tokens in filled.values()), "slots are unused, or used twice"
         totals = (
             stats.preemptions,
             stats.evicted_blocks,

@@ -15,9 +15,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from server.config import Objectives
 from server.generation import Phase
-from server.instruments import Distribution, WindowRate, log_buckets, power_buckets
 from server.metrics import Metrics
+from server.metrics.instruments import Distribution, WindowRate, log_buckets, power_buckets
 from server.reports import FinishedReport, ModelReport, PoolReport, StepReport
 
 STEP = StepReport(
@@ -31,6 +32,19 @@ STEP = StepReport(
     sample_seconds=0.006,
     detokenize_seconds=0.004,
 )
+MODEL = ModelReport(
+    model="org/tiny",
+    revision="abc",
+    dtype="float32",
+    max_model_len=2048,
+    block_size=16,
+    num_blocks=100,
+    kv_cache_dtype="float32",
+    prefix_caching=False,
+    max_num_seqs=32,
+    max_queued_requests=256,
+)
+NO_TOKENS = {"finish_reason": "length", "generation_tokens": 0, "prefill_seconds": None, "decode_seconds": None}
 IDLE = PoolReport(running=0, used_blocks=0, cached_blocks=40, free_blocks=60)
 
 
@@ -88,22 +102,24 @@ def finished(**changes: object) -> FinishedReport:
 
 def exercised(metrics: Metrics) -> Metrics:
     """Call everything once, so that every family has a series."""
-    metrics.received("completions", True)
-    metrics.rejected("queue_full")
-    metrics.step(STEP)
-    metrics.idle(0.5)
-    metrics.first_token(0.1)
-    metrics.inter_token(0.02, 31)
-    metrics.prompt_computed(100, 16)
-    metrics.generated(32)
-    metrics.finished(finished())
-    metrics.discarded("preemption", 5)
-    metrics.pool(IDLE)
-    metrics.state(Phase.READY)
-    metrics.startup("load_weights", 3.5)
-    metrics.memory("weights", 1 << 20)
-    metrics.model_loaded(ModelReport("org/tiny", None, "float32", 2048, 16, 100, "float32", True))
-    metrics.http("POST", "/v1/completions", 200, "ok", 0.6)
+    metrics.requests.received("completions", True)
+    metrics.requests.rejected("queue_full")
+    metrics.engine.step(STEP)
+    metrics.engine.idle(0.5)
+    metrics.requests.first_token(0.1)
+    metrics.requests.inter_token(0.02, 31)
+    metrics.tokens.prompt_computed(100, 16)
+    metrics.tokens.generated(32)
+    metrics.requests.finished(finished())
+    metrics.tokens.discarded("preemption", 5)
+    metrics.pool.update(IDLE)
+    metrics.engine.state(Phase.READY)
+    metrics.engine.startup("load_weights", 3.5)
+    metrics.engine.memory("weights", 1 << 20)
+    metrics.engine.loaded(MODEL)
+    metrics.pool.allocated(MODEL)
+    metrics.http.answered("POST", "/v1/completions", 200, "ok", 0.6)
+    metrics.http.lagged(0.002)
     return metrics
 
 
@@ -161,31 +177,31 @@ def test_counters_reconcile_under_random_traffic(metrics: Metrics) -> None:
     for _ in range(2000):
         event = rng.choice(("arrive", "refuse", "admit", "finish", "abort_waiting"))
         if event in ("arrive", "refuse"):
-            metrics.received("completions", rng.random() < 0.5)
+            metrics.requests.received("completions", rng.random() < 0.5)
             received += 1
             if event == "refuse":
-                metrics.rejected(rng.choice(("invalid", "queue_full", "too_long", "draining")))
+                metrics.requests.rejected(rng.choice(("invalid", "queue_full", "too_long", "draining")))
                 rejected += 1
             else:
                 waiting += 1
         elif event == "admit" and waiting:
             waiting, running = waiting - 1, running + 1
             length = rng.randrange(1, 300)
-            metrics.prompt_computed(length, length // 2)
+            metrics.tokens.prompt_computed(length, length // 2)
             prompt += length
         elif event == "finish" and running:
             running, done = running - 1, done + 1
             count = rng.randrange(1, 50)
-            metrics.generated(count)
+            metrics.tokens.generated(count)
             output += count
-            metrics.finished(finished(finish_reason=rng.choice(("stop", "length")), generation_tokens=count))
+            metrics.requests.finished(finished(finish_reason=rng.choice(("stop", "length")), generation_tokens=count))
         elif event == "abort_waiting" and waiting:
             waiting, done = waiting - 1, done + 1
             cause = rng.choice(("disconnect", "deadline", "queue_timeout"))
-            metrics.finished(
+            metrics.requests.finished(
                 finished(finish_reason="abort", abort_cause=cause, prefill_seconds=None, decode_seconds=None)
             )
-        metrics.pool(PoolReport(running, running, 0, 5000 - running, {"slots": waiting}))
+        metrics.pool.update(PoolReport(running, running, 0, 5000 - running, {"slots": waiting}))
     assert done > 100
     assert rejected > 100
     assert total(metrics, "requests_received_total") == received
@@ -206,14 +222,14 @@ def test_counters_reconcile_under_random_traffic(metrics: Metrics) -> None:
 
 
 def test_gauges_return_to_zero_when_idle(metrics: Metrics, clock: Clock) -> None:
-    metrics.pool(PoolReport(3, 30, 20, 50, {"slots": 2, "kv_blocks": 1}, waiting_tokens=700))
-    metrics.generated(10)
-    metrics.prompt_computed(10, 0)
+    metrics.pool.update(PoolReport(3, 30, 20, 50, {"slots": 2, "kv_blocks": 1}, waiting_tokens=700))
+    metrics.tokens.generated(10)
+    metrics.tokens.prompt_computed(10, 0)
     assert value(metrics, "kv_cache_usage_ratio") == 0.3
     assert value(metrics, "requests_waiting") == 3
     assert value(metrics, "requests_waiting_tokens") == 700
     assert value(metrics, "generation_tokens_per_second") > 0
-    metrics.pool(IDLE)
+    metrics.pool.update(IDLE)
     clock.now += 6
     for name in (
         "requests_running",
@@ -228,16 +244,63 @@ def test_gauges_return_to_zero_when_idle(metrics: Metrics, clock: Clock) -> None
     assert total(metrics, "kv_cache_blocks") == 100
 
 
+def test_what_no_token_fills_of_the_used_blocks(metrics: Metrics) -> None:
+    used = PoolReport(running=2, used_blocks=10, cached_blocks=3, free_blocks=87, unused_slots=20)
+    metrics.pool.update(used)
+    assert value(metrics, "kv_cache_fragmentation_ratio") == 0  # no pool yet
+    metrics.pool.allocated(MODEL)
+    metrics.pool.update(used)
+    assert value(metrics, "kv_cache_fragmentation_ratio") == 20 / (10 * 16)
+    metrics.pool.update(IDLE)
+    assert value(metrics, "kv_cache_fragmentation_ratio") == 0
+
+
+def test_limits_stand_beside_what_they_limit(metrics: Metrics) -> None:
+    metrics.pool.allocated(MODEL)
+    assert value(metrics, "requests_running_limit") == 32
+    assert value(metrics, "requests_waiting_limit") == 256
+
+
+@pytest.mark.parametrize(
+    ("met", "changes"),
+    [
+        ("true", {}),
+        ("true", {"queue_seconds": 1.0, "prefill_seconds": 1.0}),  # at the limit is within it
+        ("false", {"queue_seconds": 1.1, "prefill_seconds": 1.0}),
+        ("true", {"decode_seconds": 19 * 0.2}),
+        ("false", {"decode_seconds": 19 * 0.21}),
+        ("true", {"decode_seconds": 0.0, "generation_tokens": 1}),
+        ("true", NO_TOKENS | {"total_seconds": 1.9}),
+        ("false", NO_TOKENS | {"total_seconds": 2.1}),
+        ("false", {"finish_reason": "error"}),
+        *(("false", {"finish_reason": "abort", "abort_cause": c}) for c in ("queue_timeout", "deadline", "shutdown")),
+        *((None, {"finish_reason": "abort", "abort_cause": cause}) for cause in ("disconnect", "api")),
+    ],
+)
+def test_who_was_served_well(metrics: Metrics, met: str | None, changes: dict[str, object]) -> None:
+    metrics.requests.finished(finished(**changes))
+    counted = {met: value(metrics, "requests_slo_total", met=met) for met in ("true", "false")}
+    assert counted == {"true": met == "true", "false": met == "false"}
+
+
+def test_the_objectives_are_the_operators(clock: Clock) -> None:
+    metrics = Metrics(CollectorRegistry(), "tiny", objectives=Objectives(0.05, 1.0), clock=clock)
+    assert value(metrics, "slo_seconds", of="ttft") == 0.05
+    assert value(metrics, "slo_seconds", of="inter_token") == 1
+    metrics.requests.finished(finished())
+    assert value(metrics, "requests_slo_total", met="false") == 1
+
+
 def test_unknown_waiting_reason_is_not_lost(metrics: Metrics) -> None:
     with pytest.raises(KeyError, match="lunch"):
-        metrics.pool(PoolReport(0, 0, 0, 1, {"lunch": 1}))
+        metrics.pool.update(PoolReport(0, 0, 0, 1, {"lunch": 1}))
 
 
 def test_pool_totals_count_once_however_often_they_are_reported(metrics: Metrics) -> None:
     report = PoolReport(1, 1, 1, 1, evicted_blocks=7, preemptions=2, queried_tokens=100, hit_tokens=48)
-    metrics.pool(report)
-    metrics.pool(report)
-    metrics.pool(IDLE)
+    metrics.pool.update(report)
+    metrics.pool.update(report)
+    metrics.pool.update(IDLE)
     assert value(metrics, "kv_cache_evicted_blocks_total") == 7
     assert value(metrics, "preemptions_total") == 2
     assert value(metrics, "prefix_cache_queried_tokens_total") == 100
@@ -246,7 +309,7 @@ def test_pool_totals_count_once_however_often_they_are_reported(metrics: Metrics
 
 @pytest.mark.parametrize(("prefills", "decodes", "phase"), [(2, 0, "prefill"), (0, 3, "decode"), (1, 1, "mixed")])
 def test_steps_by_phase(metrics: Metrics, prefills: int, decodes: int, phase: str) -> None:
-    metrics.step(StepReport(prefills, 64 * prefills, decodes, decodes, 0.5, 0.1, 0.2, 0.1, 0.05))
+    metrics.engine.step(StepReport(prefills, 64 * prefills, decodes, decodes, 0.5, 0.1, 0.2, 0.1, 0.05))
     assert value(metrics, "engine_step_duration_seconds_count", phase=phase) == 1
     assert total(metrics, "engine_step_duration_seconds_count") == 1
     assert value(metrics, "engine_step_tokens_sum", phase=phase) == 64 * prefills + decodes
@@ -259,7 +322,7 @@ def test_the_age_of_a_step_is_read_at_each_scrape(metrics: Metrics) -> None:
     """So that it grows while the thread that would report it hangs."""
     assert value(metrics, "engine_step_age_seconds") == 0
     ages = iter((1.5, 99.0))
-    metrics.watch_step(lambda: next(ages))
+    metrics.engine.watch_step(lambda: next(ages))
     assert value(metrics, "engine_step_age_seconds") == 1.5
     assert value(metrics, "engine_step_age_seconds") == 99
 
@@ -272,13 +335,13 @@ def test_every_endpoint_has_its_series_before_its_first_request(metrics: Metrics
 
 def test_states_are_exclusive(metrics: Metrics) -> None:
     assert value(metrics, "engine_state", state="loading") == 1
-    metrics.state(Phase.DRAINING)
+    metrics.engine.state(Phase.DRAINING)
     assert value(metrics, "engine_state", state="draining") == 1
     assert total(metrics, "engine_state") == 1
 
 
 def test_a_broken_stream_is_an_error_with_status_200(metrics: Metrics) -> None:
-    metrics.http("POST", "/v1/completions", 200, "error", 1.0)
+    metrics.http.answered("POST", "/v1/completions", 200, "error", 1.0)
     route = {"method": "POST", "route": "/v1/completions", "status": "200"}
     assert value(metrics, "http_requests_total", **route, outcome="error") == 1
     assert value(metrics, "http_request_duration_seconds_count", **route) == 1
@@ -286,7 +349,7 @@ def test_a_broken_stream_is_an_error_with_status_200(metrics: Metrics) -> None:
 
 def test_the_router_finds_block_size_and_count_in_both_forms(metrics: Metrics) -> None:
     """An endpoint picker reads them from the labels of an info gauge or from two plain gauges."""
-    metrics.model_loaded(ModelReport("org/tiny", "abc", "float32", 2048, 16, 100, "float32", False))
+    metrics.pool.allocated(MODEL)
     labels = {"block_size": "16", "num_gpu_blocks": "100", "kv_cache_dtype": "float32", "prefix_caching": "false"}
     assert value(metrics, "cache_config_info", **labels) == 1
     assert value(metrics, "kv_cache_block_size_tokens") == 16
@@ -313,9 +376,9 @@ def test_distribution_equals_counting_each_value(case: tuple[tuple[float, ...], 
 
 
 def test_histogram_on_the_wire(metrics: Metrics) -> None:
-    metrics.inter_token(0.0004, 3)
-    metrics.inter_token(0.012)
-    metrics.inter_token(99.0)
+    metrics.requests.inter_token(0.0004, 3)
+    metrics.requests.inter_token(0.012)
+    metrics.requests.inter_token(99.0)
     wire = {
         sample.labels["le"]: sample.value
         for family in families(metrics)
@@ -369,7 +432,7 @@ def test_steady_traffic_shows_its_rate(metrics: Metrics, clock: Clock) -> None:
     readings = []
     for step in range(1000):
         clock.now += 0.02
-        metrics.generated(4)
+        metrics.tokens.generated(4)
         if step > 300 and step % 97 == 0:  # the window is full after 250 steps
             readings.append(value(metrics, "generation_tokens_per_second"))
     assert readings == pytest.approx([200.0] * 7, rel=0.02)
@@ -377,7 +440,7 @@ def test_steady_traffic_shows_its_rate(metrics: Metrics, clock: Clock) -> None:
 
 def test_two_servers_in_one_process_do_not_share_series(metrics: Metrics) -> None:
     other = Metrics(CollectorRegistry(), "other")
-    other.generated(5)
+    other.tokens.generated(5)
     assert value(metrics, "generation_tokens_total") == 0
 
 

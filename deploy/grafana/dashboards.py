@@ -4,7 +4,8 @@
     python -m deploy.grafana.dashboards --check   # exit status 1 when they are not what this would write
 
 The JSON is committed, so that nobody needs this to use it: Grafana is given the folder by its provisioning, or a file
-by hand. After a change here or in overview.py, replicas.py, queries.py or panels.py, run it and commit both.
+by hand. After a change here or in overview.py, internals.py, replicas.py, queries.py or panels.py,
+run it and commit both.
 """
 
 from __future__ import annotations

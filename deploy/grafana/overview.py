@@ -135,14 +135,23 @@ def slo() -> list[Panel]:
             instances). When high, see whether it is queueing or prefill under 'Where a request's time goes'.""",
             "s",
             [*quantiles("time_to_first_token_seconds"), objective("ttft")],
+            width=6,
+        ),
+        timeseries(
+            "Time per output token",
+            """Mean time from token to token of each finished request; the objective is --slo-inter-token. When high,
+            steps take too long: lower --max-num-batched-tokens or --max-num-seqs, or add replicas.""",
+            "s",
+            [*quantiles("request_time_per_output_token_seconds"), objective("inter_token")],
+            width=6,
         ),
         timeseries(
             "Inter-token latency",
-            """Between consecutive tokens of a request; the objective, --slo-inter-token, is for each request's
-            mean, so single gaps may exceed it. When high, steps are too large: lower --max-num-batched-tokens
-            or --max-num-seqs.""",
+            """Each single gap between tokens of a request, as they happen. A p99 far above p50 is a stream that
+            stutters: long prompts or preemptions come between, see the row Engine steps.""",
             "s",
-            [*quantiles("inter_token_latency_seconds"), objective("inter_token")],
+            quantiles("inter_token_latency_seconds"),
+            width=6,
         ),
         timeseries(
             "End to end",
@@ -150,6 +159,7 @@ def slo() -> list[Panel]:
             with 'Output length' before looking for a fault.""",
             "s",
             quantiles("request_duration_seconds"),
+            width=6,
         ),
     ]
 

@@ -64,6 +64,12 @@ COLOURS = {
     "prefill": "orange",
     "decode": "blue",
     "mixed": "purple",
+    "prefill p50": "light-orange",
+    "decode p50": "light-blue",
+    "mixed p50": "light-purple",
+    "prefill p95": "orange",
+    "decode p95": "blue",
+    "mixed p95": "purple",
     "computed prompt": "orange",
     "cached prompt": "purple",
     "generated": "blue",
@@ -90,9 +96,6 @@ COLOURS = {
     "499": "yellow",
     "500": "red",
     "503": "dark-red",
-} | {
-    f"{phase} p50": f"light-{colour}"
-    for phase, colour in (("prefill", "orange"), ("decode", "blue"), ("mixed", "purple"))
 }
 REFERENCES = {"objective": "red", "limit": GRAY, "capacity": GRAY, "targets": GRAY, "waiting limit": GRAY}
 """Series to compare the others with: dashed, without an area, out of any stack."""
@@ -171,7 +174,7 @@ def _paint(panel: timeseries_panel.Panel, queries: Sequence[Query]) -> None:
                     _property("custom.stacking", {"mode": "none"}),
                 ],
             )
-        elif (colour := COLOURS.get(name) or COLOURS.get(name.split(" p")[0])) is not None:
+        elif (colour := COLOURS.get(name)) is not None:
             panel.override_by_name(name, [_fixed(colour)])
 
 

@@ -30,10 +30,13 @@ class Exchange:
 
     def respond(self, status: int, payload: object) -> None:
         body = json.dumps(payload).encode()
-        self._writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body))
+        self._writer.write(
+            b"HTTP/1.1 %d X\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
+        )
 
     def begin(self) -> None:
-        self._writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Type: text/event-stream\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+        self._writer.write(head + b"Content-Type: text/event-stream\r\n\r\n")
 
     def event(self, payload: object) -> None:
         data = payload if isinstance(payload, str) else json.dumps(payload)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.cog import builder
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as models
 
@@ -27,7 +28,7 @@ FOLDER = Path(__file__).parent / "dashboards"
 TAG = "sluice"
 
 
-class PrometheusAnnotation(models.AnnotationQuery):
+class PrometheusAnnotation(models.AnnotationQuery, builder.Builder[models.AnnotationQuery]):
     """With the fields of Prometheus' own annotations, which the SDK's type leaves out."""
 
     def __init__(self, name: str, expr: str, colour: str, more: dict[str, object]) -> None:
@@ -61,7 +62,7 @@ def alerts() -> PrometheusAnnotation:
     )
 
 
-def variables() -> list[dashboard.DatasourceVariable | dashboard.QueryVariable]:
+def variables() -> list[builder.Builder[models.VariableModel]]:
     """The data source, the model and its instances.
 
     Model is a variable of several values, since Grafana quotes only those for use in a regular expression, and names of

@@ -87,16 +87,16 @@ def tokens() -> list[Panel]:
         ),
         timeseries(
             "Prompt length",
-            """Prompt tokens of finished requests. When it grows, so do prefill time and the blocks that a request
-            holds: compare before looking for a fault.""",
+            """Prompt tokens of finished requests, estimated between powers of two. When it grows, so do prefill time
+            and the blocks that a request holds: compare before looking for a fault.""",
             "si:tok",
             quantiles("request_prompt_tokens"),
             width=4,
         ),
         timeseries(
             "Output length",
-            """Output tokens of finished requests. When it grows, so does the end-to-end time, and fewer requests finish
-            a second.""",
+            """Output tokens of finished requests, estimated between powers of two. When it grows, so does the
+            end-to-end time, and fewer requests finish a second.""",
             "si:tok",
             quantiles("request_generation_tokens"),
             width=4,
@@ -128,7 +128,8 @@ def pool() -> list[Panel]:
         timeseries(
             "Fragmentation",
             """Share of the token slots in used blocks that hold no token yet: the open ends of last blocks, and prompts
-            not yet computed. High only with short requests or long prompts under way; nothing to do about the rest.""",
+            not yet computed. When it is high though no long prompts are under way, requests are short: lower
+            --block-size.""",
             "percentunit",
             [Query(fragmentation(), "empty slots")],
             most=1,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from deploy.grafana import internals
-from deploy.grafana.panels import Panel, Query, number, quantiles, timeseries
+from deploy.grafana.panels import Panel, Query, number, quantiles, red_from, timeseries
 from deploy.grafana.queries import (
     UP,
     aggregate,
@@ -85,16 +85,20 @@ def now() -> list[Panel]:
             [Query(or_no_data(quantile(0.95, "time_to_first_token_seconds")), "p95")],
             colour="orange",
         ),
-        number(
-            "Replicas",
-            """Targets that answer Prometheus' scrape, and those that do not. When one is down, see the end of its log
-            and that it is restarted.""",
-            "none",
-            [
-                Query(or_no_data(aggregate("sum", UP)), "up"),
-                Query(or_no_data(f"{aggregate('count', UP)} - {aggregate('sum', UP)}"), "down"),
-            ],
-            steps=[(None, "green")],
+        red_from(
+            number(
+                "Replicas",
+                """Targets that answer Prometheus' scrape, and those that do not. When one is down, see the end of its
+                log and that it is restarted.""",
+                "none",
+                [
+                    Query(or_no_data(aggregate("sum", UP)), "up"),
+                    Query(or_no_data(f"{aggregate('count', UP)} - {aggregate('sum', UP)}"), "down"),
+                ],
+                colour="green",
+            ),
+            "down",
+            1,
         ),
     ]
 
@@ -264,16 +268,12 @@ def load() -> list[Panel]:
             stacked=True,
         ),
         timeseries(
-            "HTTP answers that broke off",
-            """HTTP answers a second by outcome, without the good ones. A stream that fails after its 200 shows only
-            here: error asks for the log, disconnect for the clients' or the proxy's timeouts.""",
+            "HTTP answers by outcome",
+            """HTTP answers a second by how they really ended. A stream that fails after its 200 shows only here: error
+            asks for the log, disconnect for the clients' or the proxy's timeouts, refused (4xx) for the client.""",
             "reqps",
             [
-                Query(
-                    rate("http_requests_total", "outcome", 'outcome!="ok"'),
-                    "{{outcome}}",
-                    ("refused", "error", "disconnect"),
-                )
+                Query(rate("http_requests_total", "outcome"), "{{outcome}}", ("ok", "refused", "error", "disconnect")),
             ],
             stacked=True,
         ),

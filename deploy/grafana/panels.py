@@ -25,6 +25,7 @@ GRAY = "#8e8e8e"
 COLOURS = {
     # how requests end, what ends or refuses them
     "stop": "green",
+    "ok": "green",
     "length": "blue",
     "abort": "orange",
     "error": "red",
@@ -97,7 +98,7 @@ COLOURS = {
     "500": "red",
     "503": "dark-red",
 }
-REFERENCES = {"objective": "red", "limit": GRAY, "capacity": GRAY, "targets": GRAY, "waiting limit": GRAY}
+REFERENCES = {"objective": "purple", "limit": GRAY, "capacity": GRAY, "targets": GRAY}
 """Series to compare the others with: dashed, without an area, out of any stack."""
 
 
@@ -253,6 +254,15 @@ def number(
     for position, query in enumerate(queries):
         panel.with_target(target(query, position))
     return panel
+
+
+def red_from(panel: stat.Panel, name: str, value: float) -> stat.Panel:
+    """Has the one series of this name turn red at `value`; below, it stays as plain as text."""
+    steps = [{"value": None, "color": "text"}, {"value": value, "color": "red"}]
+    return panel.override_by_name(
+        name,
+        [_property("color", {"mode": "thresholds"}), _property("thresholds", {"mode": "absolute", "steps": steps})],
+    )
 
 
 def heat(

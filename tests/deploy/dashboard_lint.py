@@ -274,6 +274,8 @@ def _panel(panel: Json) -> Iterator[str]:
         yield "no thresholds, which is red from 80 in any unit"
     elif len(steps) > 1 and defaults.get("color", {}).get("mode") != "thresholds":
         yield "thresholds that colour nothing"
+    elif len(steps) == 1 and defaults.get("color", {}).get("mode") == "thresholds" and not defaults.get("mappings"):
+        yield "coloured by thresholds without any"
 
 
 def _queries(dashboard: Json, exported: Exported, per_instance: bool) -> Iterator[str]:

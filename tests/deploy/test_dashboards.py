@@ -75,7 +75,7 @@ def test_a_series_has_one_colour_wherever_it_is() -> None:
         for panel in committed(name)["panels"]:
             for override in panel.get("fieldConfig", {}).get("overrides", []):
                 for each in override["properties"]:
-                    if each["id"] == "color":
+                    if each["id"] == "color" and each["value"]["mode"] == "fixed":
                         colours.setdefault(override["matcher"]["options"], set()).add(each["value"]["fixedColor"])
     assert len(colours) > 40
     assert {name: found for name, found in colours.items() if len(found) > 1} == {}

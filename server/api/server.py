@@ -71,7 +71,12 @@ def serve(settings: ServeSettings) -> int:
         return 1
     _allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    metrics = Metrics(CollectorRegistry(), settings.served_names[0], objectives=settings.objectives)
+    metrics = Metrics(
+        CollectorRegistry(),
+        settings.served_names[0],
+        objectives=settings.objectives,
+        compat=settings.metrics_compat,
+    )
     try:
         return asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
     except UnusableOption as error:

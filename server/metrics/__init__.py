@@ -16,25 +16,27 @@ import platform
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import Literal
 
 from prometheus_client import (
     CONTENT_TYPE_PLAIN_0_0_4,
+    GC_COLLECTOR,
+    PLATFORM_COLLECTOR,
+    PROCESS_COLLECTOR,
     CollectorRegistry,
-    GCCollector,
-    PlatformCollector,
-    ProcessCollector,
     disable_created_metrics,
-    generate_latest,
 )
 
 from server import __version__
 from server.config import Objectives
 from server.metrics.engine import EngineMetrics
+from server.metrics.exposition import Exposition
 from server.metrics.families import Families
 from server.metrics.http import HttpMetrics
 from server.metrics.pool import PoolMetrics
 from server.metrics.requests import RequestMetrics
 from server.metrics.tokens import TokenMetrics
+from server.metrics.vllm import add_vllm_names
 from server.reports import ENDPOINTS
 
 _USUAL = Objectives()
@@ -47,6 +49,9 @@ class Metrics:
     the engine's state, else the engine's thread, or the HTTP loop once that thread has ended. A scrape holds the lock
     of one value at a time, for as long as it takes to read it. All series whose labels are known exist from the start,
     so that a rate sees their first event.
+
+    objectives: what a request must keep to count as served well.
+    compat: whose names all that has one is also shown under.
     """
 
     content_type = CONTENT_TYPE_PLAIN_0_0_4
@@ -57,15 +62,14 @@ class Metrics:
         model_name: str,
         *,
         objectives: Objectives = _USUAL,
+        compat: Literal["none", "vllm"] = "none",
         endpoints: tuple[str, ...] = ENDPOINTS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # doubles the series, and no one reads them
-        self._registry = registry
-        ProcessCollector(registry=registry)
-        PlatformCollector(registry=registry)
-        GCCollector(registry=registry)
         families = Families(registry, model_name)
+        for collector in (PROCESS_COLLECTOR, PLATFORM_COLLECTOR, GC_COLLECTOR):
+            families.add(collector)
         self.requests = RequestMetrics(families, endpoints, objectives)
         self.tokens = TokenMetrics(families, clock)
         self.pool = PoolMetrics(families)
@@ -82,7 +86,10 @@ class Metrics:
         build.labels(model_name, __version__, platform.python_version(), version("torch"), version("transformers")).set(
             1
         )
+        if compat == "vllm":
+            add_vllm_names(families)
+        self._exposition = Exposition(families.collectors)
 
     def render(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format (`content_type`)."""
-        return generate_latest(self._registry)
+        return self._exposition.render()

@@ -7,8 +7,9 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Protocol
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -47,38 +48,81 @@ class Distribution:
         self.total += value * count
 
 
-class Histogram(Collector):
-    """A family of `Distribution`s with the same bounds, one for each set of label values."""
+class Counted(Protocol):
+    """What is read of a series: observations by bucket, those above the last bound included, and the sum of values."""
 
-    def __init__(
-        self, name: str, help: str, labels: Sequence[str], bounds: Sequence[float], registry: CollectorRegistry
-    ) -> None:
-        self._name, self._help, self._labels, self._bounds = name, help, tuple(labels), tuple(bounds)
-        self._bucket_names = [*map(repr, self._bounds), "+Inf"]
-        self._series: dict[tuple[str, ...], Distribution] = {}
-        registry.register(self)
+    @property
+    def counts(self) -> Sequence[int]: ...
+
+    @property
+    def total(self) -> float: ...
+
+
+class Together:
+    """Several series with the same bounds as one."""
+
+    def __init__(self, parts: Sequence[Counted]) -> None:
+        self._parts = parts
+
+    @property
+    def counts(self) -> Sequence[int]:
+        return [sum(counts) for counts in zip(*(part.counts for part in self._parts), strict=True)]
+
+    @property
+    def total(self) -> float:
+        return sum(part.total for part in self._parts)
+
+
+class HistogramFamily(Collector):
+    """Series with the same bounds, each under the values of the family's labels."""
+
+    def __init__(self, name: str, help: str, label_names: Sequence[str], bounds: Sequence[float]) -> None:
+        self.name, self.help, self.label_names, self.bounds = name, help, tuple(label_names), tuple(bounds)
+        self.bucket_names = (*map(repr, self.bounds), "+Inf")
+        self._series: dict[tuple[str, ...], Counted] = {}
+
+    def add(self, series: Counted, *labels: str) -> None:
+        """Have `series` shown under these label values. Raises ValueError where they are too many or too few."""
+        if len(labels) != len(self.label_names):
+            raise ValueError(f"{self.name} has the labels {self.label_names}, got {labels}")
+        self._series[labels] = series
+
+    @property
+    def all_series(self) -> list[Counted]:
+        return list(self._series.values())
+
+    def read(self) -> Iterable[tuple[tuple[str, ...], Sequence[int], float]]:
+        """Label values, observations up to each bound and in all, and the sum of the values, for each series."""
+        for labels, series in self._series.copy().items():
+            total = series.total
+            yield labels, tuple(accumulate(series.counts)), total
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        return [HistogramMetricFamily(self.name, self.help, labels=self.label_names)]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self.name, self.help, labels=self.label_names)
+        for labels, counts, total in self.read():
+            buckets = [(name, float(count)) for name, count in zip(self.bucket_names, counts, strict=True)]
+            family.add_metric(labels, buckets, total)
+        return [family]
+
+
+class Histogram(HistogramFamily):
+    """A family whose series are `Distribution`s, one for each set of label values."""
+
+    def __init__(self, name: str, help: str, label_names: Sequence[str], bounds: Sequence[float]) -> None:
+        super().__init__(name, help, label_names, bounds)
+        self._made: dict[tuple[str, ...], Distribution] = {}
 
     def series(self, *labels: str) -> Distribution:
         """The distribution of these label values, made empty on first use."""
-        if len(labels) != len(self._labels):
-            raise ValueError(f"{self._name} has the labels {self._labels}, got {labels}")
-        found = self._series.get(labels)
+        found = self._made.get(labels)
         if found is None:
-            found = self._series[labels] = Distribution(self._bounds)
+            found = Distribution(self.bounds)
+            self.add(found, *labels)
+            self._made[labels] = found
         return found
-
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        return [HistogramMetricFamily(self._name, self._help, labels=self._labels)]
-
-    def collect(self) -> Iterable[HistogramMetricFamily]:
-        family = HistogramMetricFamily(self._name, self._help, labels=self._labels)
-        for labels, series in self._series.copy().items():
-            total, running, buckets = series.total, 0, []
-            for bucket, count in zip(self._bucket_names, series.counts.copy(), strict=True):
-                running += count
-                buckets.append((bucket, float(running)))
-            family.add_metric(labels, buckets, total)
-        return [family]
 
 
 class WindowRate:

@@ -6,11 +6,8 @@ import random
 import re
 import subprocess
 import sys
-from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.config import Objectives
 from server.generation import Phase
 from server.metrics import Metrics
-from server.metrics.instruments import Distribution, WindowRate, log_buckets, power_buckets
 from server.reports import FinishedReport, ModelReport, PoolReport, StepReport
+from tests.programs import program
 
 STEP = StepReport(
     prefill_requests=1,
@@ -142,6 +139,13 @@ def test_names_and_help_follow_the_conventions(metrics: Metrics) -> None:
             assert not typed_words & set(words), name
             assert not scaled_units & set(words), name
     assert len(helps) > 40
+
+
+def test_promtool_has_nothing_to_object(metrics: Metrics) -> None:
+    promtool = program("promtool", "prometheus")
+    text = exercised(metrics).render()
+    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 def test_every_series_names_the_model_and_scalar_gauges_are_one_series(metrics: Metrics) -> None:
@@ -356,25 +360,6 @@ def test_the_router_finds_block_size_and_count_in_both_forms(metrics: Metrics) -
     assert value(metrics, "kv_cache_capacity_blocks") == 100
 
 
-bounds_and_values = st.tuples(
-    st.just(log_buckets(0.001, 60)),
-    st.lists(st.tuples(st.floats(0, 1000), st.integers(1, 50)), max_size=40),
-)
-
-
-@given(bounds_and_values)
-def test_distribution_equals_counting_each_value(case: tuple[tuple[float, ...], list[tuple[float, int]]]) -> None:
-    bounds, values = case
-    distribution = Distribution(bounds)
-    for seconds, count in values:
-        distribution.observe(seconds, count)
-    each = [seconds for seconds, count in values for _ in range(count)]
-    for index, bound in enumerate(bounds):
-        assert sum(distribution.counts[: index + 1]) == sum(seconds <= bound for seconds in each)
-    assert sum(distribution.counts) == len(each)
-    assert distribution.total == pytest.approx(sum(each))
-
-
 def test_histogram_on_the_wire(metrics: Metrics) -> None:
     metrics.requests.inter_token(0.0004, 3)
     metrics.requests.inter_token(0.012)
@@ -392,40 +377,6 @@ def test_histogram_on_the_wire(metrics: Metrics) -> None:
     assert counts[-2] == 4
     assert value(metrics, "inter_token_latency_seconds_count") == 5
     assert value(metrics, "inter_token_latency_seconds_sum") == pytest.approx(0.0012 + 0.012 + 99)
-
-
-@pytest.mark.parametrize(("first", "last"), [(0.0005, 10.0), (0.001, 180.0), (0.001, 1800.0)])
-def test_log_buckets(first: float, last: float) -> None:
-    bounds = log_buckets(first, last)
-    assert bounds[0] == first
-    assert bounds[-2] < last <= bounds[-1]
-    assert all(1.6 < above / below < 2.0 for below, above in pairwise(bounds))
-    assert power_buckets(8) == (1, 2, 4, 8)
-
-
-def brute_force_rate(events: list[tuple[float, int]], now: float, window: float, width: float) -> tuple[float, float]:
-    """Least and most that a rate over about `window` seconds may be, its edge being up to `width` off."""
-    least = sum(count for at, count in events if at > now - window + width) / (window + width)
-    most = sum(count for at, count in events if at >= now - window - width) / window
-    return least, most
-
-
-@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 40)), min_size=1, max_size=60), st.floats(0, 8))
-def test_window_rate_counts_the_window_and_nothing_else(steps: list[tuple[float, int]], quiet: float) -> None:
-    clock = Clock()
-    rate = WindowRate(5.0, 20, clock)
-    events: list[tuple[float, int]] = []
-    for gap, count in steps:
-        clock.now += gap
-        rate.add(count)
-        events.append((clock.now, count))
-    clock.now += quiet
-    first = rate.rate()
-    least, most = brute_force_rate(events, clock.now, 5.0, 0.25)
-    assert least - 1e-9 <= first <= most + 1e-9
-    assert rate.rate() == first  # a second scraper sees the same
-    clock.now += 6
-    assert rate.rate() == 0
 
 
 def test_steady_traffic_shows_its_rate(metrics: Metrics, clock: Clock) -> None:

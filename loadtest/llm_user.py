@@ -51,6 +51,7 @@ class Load:
         self._cpu = time.process_time()
         self._prompts = self._shuffled(load_prompts(Path(options.prompts) if options.prompts else None))
         self._tags = itertools.count(1)
+        self.ending = False
         self._started = self._ended = 0
 
     def find_model(self, host: str) -> None:
@@ -87,8 +88,11 @@ class Load:
         return self._cpu - before
 
     def begin(self) -> None:
-        """Take one of `--requests`; raises StopUser when none is left."""
-        if self.options.requests and self._started >= self.options.requests:
+        """Take one of `--requests`; raises StopUser when none is left or the run is about to end.
+
+        Locust kills users that wait, also those that have just woken up and sent something.
+        """
+        if self.ending or (self.options.requests and self._started >= self.options.requests):
             raise StopUser
         self._started += 1
 

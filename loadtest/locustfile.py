@@ -180,20 +180,28 @@ def prepare(environment: Environment, **_: Any) -> None:
         LLMUser.load = Load(environment)
     except BenchError as error:
         sys.exit(str(error))
+    # Gevent's timers count from when its loop last ran: the seconds that imports took would be missing from --run-time.
+    gevent.get_hub().loop.update_now()
 
 
 @events.test_start.add_listener
 def begin(environment: Environment, **_: Any) -> None:
-    LLMUser.load.totals = Totals()
-    LLMUser.load.cpu_seconds()
+    load = LLMUser.load
+    load.totals, load.ending = Totals(), False
+    load.cpu_seconds()
     if isinstance(environment.runner, MasterRunner):
         return  # it has no users
     try:
-        LLMUser.load.find_model((environment.host or "").rstrip("/"))
+        load.find_model((environment.host or "").rstrip("/"))
     except RuntimeError as error:
         logger.error(error)
         environment.process_exit_code = 1
         gevent.spawn(environment.runner.quit)  # not from within its start
+
+
+@events.test_stopping.add_listener
+def end(**_: Any) -> None:
+    LLMUser.load.ending = True
 
 
 @events.report_to_master.add_listener

@@ -42,6 +42,8 @@ _FAREWELL_SECONDS = 0.3
 # second, so this is small; the kernel's own queue, set by `bind`, is not.
 _ACCEPTED_AT_ONCE = 8
 _KERNEL_BACKLOG = 2048
+# Rounds of the loop from accepting a connection to its transport, which cannot be made once the port is closed.
+_ROUNDS_TO_CONNECT = 4
 # Python lets a busy thread run for 5 ms before another gets its turn; with an engine, tokenizers and templates at work
 # the loop that answers everybody would wait for several of them in a row.
 _SWITCH_SECONDS = 0.001
@@ -140,16 +142,20 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Whoever could connect is answered: uvicorn would reset the connections that the kernel has accepted, and
-        close those in use over requests that have arrived but were not read yet."""
-        loop = asyncio.get_running_loop()
-        while any(select.select(sockets or (), (), (), 0)):
-            await asyncio.sleep(0)  # the loop accepts them
+        """Whoever could connect is answered. uvicorn alone would reset connections that only the kernel has accepted,
+        and close open ones over requests that have arrived and are not read yet."""
+        quiet = 0
+        for _ in range(_KERNEL_BACKLOG):
+            quiet = 0 if any(select.select(sockets or (), (), (), 0)) else quiet + 1
+            if quiet == _ROUNDS_TO_CONNECT:
+                break
+            await asyncio.sleep(0)  # the loop accepts some
         for server in self.servers:
             server.close()
-        deadline = loop.time() + _FAREWELL_SECONDS
-        while loop.time() < deadline and self.server_state.connections:
+        for _ in range(10):
             await asyncio.sleep(_FAREWELL_SECONDS / 10)
+            if not self.server_state.connections:
+                break
         await super().shutdown(sockets)
 
 
@@ -213,10 +219,12 @@ async def run(engine: Engine, metrics: Metrics, settings: ServeSettings, listene
 
 
 async def _drain(service: Service, timeout: float) -> None:
-    """Lets requests that were let in finish, those first that the engine has not got yet."""
+    """Lets all finish that was let in, also what is being checked and tokenized and has not reached the engine yet."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
-    while service.preparing and loop.time() < deadline:
+    while loop.time() < deadline:
+        if not service.preparing:
+            break
         await asyncio.sleep(_POLL_SECONDS / 10)
     left = max(0.0, deadline - loop.time())
     try:

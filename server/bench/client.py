@@ -46,6 +46,7 @@ class Client:
     url: where the server lives, with or without `/v1` at the end.
     timeout: seconds a request may take in all before it is given up as failed.
     clock: seconds, monotonic; every time in a `Record` is read from it.
+    done_event: whether a stream without `[DONE]` at its end is cut, as OpenAI's would be; some servers never send it.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Client:
         api_key: str | None = None,
         timeout: float = 600.0,
         clock: Callable[[], float] = time.perf_counter,
+        done_event: bool = True,
     ) -> None:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -63,6 +65,7 @@ class Client:
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.timeout = timeout
         self.clock = clock
+        self.done_event = done_event
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         authority = f"[{self.host}]" if ":" in self.host else self.host
         if parts.port:
@@ -79,7 +82,7 @@ class Client:
         """
         sent = self.clock()
         record = Record(intended=sent if intended is None else intended, sent=sent)
-        stream = CompletionStream(record)
+        stream = CompletionStream(record, self.done_event)
         try:
             async with asyncio.timeout(self.timeout):
                 await self._exchange(self._request("POST", path, body), stream.feed, lambda: stream.closed)

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import IO
 
@@ -25,30 +25,51 @@ TAIL_BYTES = 3000
 
 
 @asynccontextmanager
-async def own_server(flags: Sequence[str], show: Callable[[str], None]) -> AsyncIterator[str]:
-    """Serve on a free port of this machine and yield the URL once the server is ready; gone afterwards.
+async def own_server(
+    flags: Sequence[str], show: Callable[[str], None], port: int | None = None
+) -> AsyncIterator[str]:
+    """Serve on a port of this machine and yield the URL once the server is ready; gone afterwards.
 
     flags: options of `sluice serve`, the model among them.
     show: told the phase while it loads.
+    port: a free one unless given.
     Raises BenchError, with the end of the server's log, if it cannot start or dies while it is used.
     """
-    port = _free_port()
+    port = free_port() if port is None else port
     url = f"http://127.0.0.1:{port}"
+    async with running([*SERVE, *flags, "--host=127.0.0.1", f"--port={port}"], url, show):
+        yield url
+
+
+@asynccontextmanager
+async def running(
+    command: Sequence[str],
+    url: str,
+    show: Callable[[str], None],
+    ready: str = "/ready",
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[None]:
+    """Run the command of a server that listens at `url` from when it is ready, as `own_server` does with ours.
+
+    ready: the path that answers 200 once it is.
+    environment: variables beside our own.
+    """
     with tempfile.TemporaryFile() as log:
-        process = await asyncio.create_subprocess_exec(
-            *SERVE,
-            *flags,
-            "--host=127.0.0.1",
-            f"--port={port}",
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
-            await _until_ready(process, Client(url, timeout=10.0), log, show)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **(environment or {})},
+            )
+        except OSError as error:
+            raise BenchError(f"{command[0]} cannot be run: {error.strerror or error}") from None
+        try:
+            await _until_ready(process, Client(url, timeout=10.0), ready, log, show)
             try:
-                yield url
+                yield
             except BenchError:
                 await _check_alive(process, log)  # its death would be the better explanation
                 raise
@@ -73,14 +94,14 @@ async def end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _until_ready(
-    process: asyncio.subprocess.Process, client: Client, log: IO[bytes], show: Callable[[str], None]
+    process: asyncio.subprocess.Process, client: Client, path: str, log: IO[bytes], show: Callable[[str], None]
 ) -> None:
     deadline = client.clock() + READY_TIMEOUT
     while client.clock() < deadline:
         if process.returncode is not None:
             raise BenchError(f"the server did not start (exit status {process.returncode}):\n{_tail(log)}")
         try:
-            response = await client.request("GET", "/ready")
+            response = await client.request("GET", path)
         except (OSError, TimeoutError):
             show("starting the server")
         else:
@@ -100,7 +121,8 @@ async def _check_alive(process: asyncio.subprocess.Process, log: IO[bytes]) -> N
         raise BenchError(f"the server died (exit status {process.returncode}):\n{_tail(log)}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

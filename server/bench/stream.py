@@ -16,12 +16,15 @@ ERROR_BODY = 4096  # bytes of an error body worth keeping
 
 
 class CompletionStream:
-    """Feed it the bytes of the response, head and body, with the time each read returned."""
+    """Feed it the bytes of the response, head and body, with the time each read returned.
 
-    def __init__(self, record: Record) -> None:
+    done_event: whether the stream must end with `[DONE]`; without it a `finish_reason` and whole framing do.
+    """
+
+    def __init__(self, record: Record, done_event: bool = True) -> None:
         self.record = record
         self._response = ResponseParser()
-        self._body = CompletionBody(record)
+        self._body = CompletionBody(record, done_event)
         self._error_body = b""
 
     @property
@@ -63,8 +66,9 @@ class CompletionBody:
     texts: the pieces of the answer in order, without the reasoning before it.
     """
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: Record, done_event: bool = True) -> None:
         self.record = record
+        self._done_event = done_event
         self.texts: list[str] = []
         self._events = EventParser()
         self._done = False
@@ -77,12 +81,12 @@ class CompletionBody:
     def finish(self, whole: bool) -> None:
         """Nothing more comes; `whole` is whether the body ended as its framing promised."""
         record = self.record
-        if not self._done:
+        if self._done_event and not self._done:
             record.fail("stream ended without [DONE]" if whole else "stream cut before its end")
         elif record.finish_reason is None:
             record.fail("stream ended without a finish_reason")
         elif not whole:
-            record.fail("stream cut after [DONE]")
+            record.fail("stream cut after [DONE]" if self._done else "stream cut before its end")
 
     def _event(self, data: bytes, now: float) -> None:
         if data == b"[DONE]":

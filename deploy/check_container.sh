@@ -15,7 +15,7 @@ the size of each layer and what an update of the server changes. For root on Deb
   --cache DIR           where the Debian made is kept for the next run (default: ~/.cache/sluice-container)
   --pip-conf FILE       pip's configuration during the build: indexes, certificates
   --build-option OPTION one more option of `buildah build`, as it stands; may be repeated
-  --device cpu|cuda     which variant (default: cpu). cuda is built and measured, and runs where podman finds a GPU
+  --device cpu|cuda     which variant (default: cpu); cuda runs on the processor where nvidia-smi finds no GPU
   --work DIR            where images, layers and logs are written (default: a new directory below /var/tmp)
   --keep                leave DIR in place, so that the next run with the same --work reuses the layers
 TEXT
@@ -166,7 +166,7 @@ mapfile -t layers < <(podman history --format json localhost/sluice:check | jq '
 for i in "${!layers[@]}"; do say "$(printf '%12s  %s' "$(megabytes "${layers[i]}")" "${names[i]}")"; done
 
 run_options=(--read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges --publish 127.0.0.1::8000)
-[ "$DEVICE" = cpu ] || run_options+=(--device nvidia.com/gpu=all)
+if [ "$DEVICE" = cuda ] && nvidia-smi -L >/dev/null 2>&1; then run_options+=(--device nvidia.com/gpu=all); fi
 started=$SECONDS
 podman run --detach --name "$SERVER" "${run_options[@]}" localhost/sluice:check >/dev/null
 URL=http://$(podman port "$SERVER" 8000)
@@ -235,11 +235,11 @@ started=$SECONDS
 build "$WORK/context" localhost/sluice:update
 say "built again with one file of the server changed, in $((SECONDS - started)) s"
 rm -rf "$WORK/registry"
-mkdir "$WORK/registry"
-podman push --quiet --compress localhost/sluice:check "dir:$WORK/registry/first" >/dev/null
-podman push --quiet --compress localhost/sluice:update "dir:$WORK/registry/update" >/dev/null
-blobs() { find "$WORK/registry/$1" -type f ! -name version ! -name manifest.json -printf '%f %s\n' | sort; }
-compressed=$(blobs first | awk '{ sum += $2 } END { print sum }')
-changed=$(join -v 2 <(blobs first) <(blobs update) | awk '{ sum += $2 } END { print sum }')
+podman push --quiet --compress localhost/sluice:update "dir:$WORK/registry" >/dev/null
+digests() { podman image inspect "localhost/sluice:$1" | jq --raw-output '.[0].RootFS.Layers[]'; }
+read -r compressed changed < <(
+    paste <(digests check) <(digests update) <(jq '.layers[].size' "$WORK/registry/manifest.json") |
+        awk '{ all += $3; if ($1 != $2) changed += $3 } END { print all, changed }'
+)
 say "compressed, as a registry keeps it: image $(megabytes "$compressed"), the update $(megabytes "$changed")"
 say "passed in $SECONDS s"

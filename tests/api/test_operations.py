@@ -68,6 +68,20 @@ async def test_models(serve: Serve) -> None:
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
+async def test_what_sglangs_router_asks(serve: Serve) -> None:
+    async with serve(FakeEngine(names=("tiny", "org/other"))) as served:
+        model = {"model_path": "/models/tiny", "tokenizer_path": "/models/tiny", "is_generation": True}
+        described = {
+            "model_path": "/models/tiny", "served_model_name": "tiny", "version": server.__version__,
+            "max_running_requests": 4,
+        }  # fmt: skip
+        for path, expected in (("model_info", model), ("server_info", described)):
+            for asked in (f"/{path}", f"/get_{path}"):
+                assert (await served.client.get(asked)).json() == expected
+        served.engine.phase = Phase.LOADING
+        assert (await served.client.get("/model_info")).status_code == 503
+
+
 async def test_version_and_schema(served: Served) -> None:
     assert (await served.client.get("/version")).json() == {"version": server.__version__}
     paths = (await served.client.get("/openapi.json")).json()["paths"]

@@ -1,0 +1,208 @@
+"""A load that gives every panel something to show, and what its clients saw of it.
+
+Streamed and not, completions and chat, a prefix in common, answers that end by a stop string and by length, requests
+that are invalid, too long or too many, clients that go away, and two that run out of time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import httpx
+
+from server.bench.client import BenchError, Client
+from server.bench.load import model_of
+from server.bench.record import Record
+
+SLOTS = 4
+QUEUE = 4
+BLOCKS = 16
+BLOCK_TOKENS = 8
+SLO_TTFT = 300.0
+SLO_INTER_TOKEN = 60.0
+"""Seconds. So long that only what ran out of time misses them: the clients know how many that are."""
+
+FLAGS = (
+    f"--max-num-seqs={SLOTS}",
+    f"--max-queued-requests={QUEUE}",
+    f"--kv-blocks={BLOCKS}",
+    f"--block-size={BLOCK_TOKENS}",
+    "--max-num-batched-tokens=64",  # a start measures the largest step, and prompts take several
+    f"--slo-ttft={SLO_TTFT:g}",
+    f"--slo-inter-token={SLO_INTER_TOKEN:g}",
+)
+"""Of the server: so little memory that requests in their longest form evict cached blocks and preempt each other."""
+
+PREFIX = "You are a careful clerk of a small harbour town. Answer in one short sentence, name the ship, and be kind. "
+LONG_TOKENS = 20  # of an answer: with its prompt 5 blocks, of which 4 requests want 20
+ENDLESS_TOKENS = 100  # which take longer than anybody waits for them
+GONE_AFTER = 3  # chunks that a client reads before it goes away
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One request as its client saw it.
+
+    end: "stop", "length", "abort" or "refused"; cause: of an abort or a refusal, in the metrics' words.
+    """
+
+    endpoint: str
+    streaming: bool
+    record: Record
+    end: str
+    cause: str = ""
+
+
+class Traffic:
+    """Sends the load to one server. `outcomes` are those that are over, in the order in which they ended."""
+
+    def __init__(self, url: str, number: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self._client = Client(url, timeout=120.0)
+        self._number = number
+        self._topics = count()
+        self._model = ""
+
+    async def run(self, pressure_seconds: float, together: asyncio.Barrier) -> None:
+        """All of it. Servers with a higher number get a little more, so that no two of them have the same counts.
+
+        pressure_seconds: of more requests than the server can take; `together` has the servers begin it as one.
+        Raises BenchError where the server answers otherwise than this load is made for.
+        """
+        self._model = await model_of(self._client)
+        await self._refusals(1)
+        await self._calm(4 + 2 * self._number)
+        await self._refusals(2 + self._number)
+        await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._out_of_time())
+        await together.wait()
+        await self._pressure(pressure_seconds)
+        self._check()
+
+    async def _calm(self, rounds: int) -> None:
+        """Conversations that begin the same, two at a time, and answers that end by a stop string."""
+        for round_ in range(rounds):
+            chat = bool(round_ % 2)
+            await asyncio.gather(
+                self._ask(self._prompt(PREFIX), 8, chat=chat),
+                self._ask(self._prompt(PREFIX), 1, chat=chat, stream=False),
+            )
+        await asyncio.gather(*(self._ask(self._prompt(), 24, stop=["a", "e", "i", "o"]) for _ in range(2)))
+
+    async def _refusals(self, each: int) -> None:
+        for _ in range(each):
+            await self._refused("invalid", temperature=3)
+        for _ in range(each + 1):
+            await self._refused("too_long", prompt="ship " * 2 * BLOCKS * BLOCK_TOKENS)
+
+    async def _pressure(self, seconds: float) -> None:
+        """More users than slots, one of whom has no patience, and then more than the queue holds."""
+        end = self._client.clock() + seconds
+
+        async def user() -> None:
+            while self._client.clock() < end:
+                await self._ask(self._prompt(), LONG_TOKENS, ignore_eos=True)
+
+        async def burst() -> None:
+            await asyncio.sleep(seconds / 4)
+            await self._impatient()
+            await asyncio.sleep(seconds / 4)
+            await asyncio.gather(*(self._ask(self._prompt(), 8, ignore_eos=True) for _ in range(QUEUE)))
+
+        await asyncio.gather(burst(), *(user() for _ in range(SLOTS + QUEUE - 1)))
+
+    def _check(self) -> None:
+        seen = {outcome.cause or outcome.end for outcome in self.outcomes}
+        wanted = {"stop", "length", "disconnect", "queue_timeout", "deadline", "invalid", "too_long", "queue_full"}
+        if seen != wanted:
+            raise BenchError(f"the load caused {sorted(seen)} instead of {sorted(wanted)}")
+
+    def _prompt(self, prefix: str = "") -> str:
+        return f"{prefix}Ship {self._number}-{next(self._topics)} came in from the sea this morning and"
+
+    def _body(self, prompt: str, max_tokens: int, chat: bool, **fields: Any) -> tuple[str, bytes]:
+        asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        asked |= {"model": self._model, "max_tokens": max_tokens, "temperature": 0, **fields}
+        if fields.get("stream"):
+            asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        return "/v1/chat/completions" if chat else "/v1/completions", json.dumps(asked).encode()
+
+    async def _ask(self, prompt: str, tokens: int, *, chat: bool = False, stream: bool = True, **fields: Any) -> None:
+        """One request that is answered, or refused because the queue is full."""
+        path, body = self._body(prompt, tokens, chat, stream=stream, **fields)
+        record = await (self._client.stream(path, body) if stream else self._whole(path, body))
+        endpoint = "chat" if chat else "completions"
+        if record.status == 429:
+            self.outcomes.append(Outcome(endpoint, stream, record, "refused", "queue_full"))
+        elif record.failure is None and record.finish_reason in ("stop", "length"):
+            self.outcomes.append(Outcome(endpoint, stream, record, record.finish_reason))
+        else:
+            raise BenchError(f"{path}: {record.failure or record.finish_reason}")
+
+    async def _whole(self, path: str, body: bytes) -> Record:
+        """Not streamed. Of one token, so that the client knows when it came: with the answer."""
+        record = Record(intended=self._client.clock(), sent=self._client.clock())
+        response = await self._client.request("POST", path, json.loads(body))
+        record.ended, record.status = self._client.clock(), response.status
+        if response.status != 200:
+            record.fail(response.error)
+            return record
+        answer = response.json()
+        record.finish_reason = answer["choices"][0]["finish_reason"]
+        record.arrivals = [record.ended]
+        _take_usage(record, answer["usage"])
+        return record
+
+    async def _refused(self, reason: str, prompt: str = "Ahoy", **fields: Any) -> None:
+        path, body = self._body(prompt, 1, False, **fields)
+        record = await self._whole(path, body)
+        if record.status != 400:
+            raise BenchError(f"a request that is {reason} was answered {record.status}")
+        self.outcomes.append(Outcome("completions", False, record, "refused", reason))
+
+    async def _leave(self) -> None:
+        """A client that goes away in the middle of its answer."""
+        path, body = self._body(self._prompt(), ENDLESS_TOKENS, False, stream=True, ignore_eos=True)
+        clock = self._client.clock
+        record = Record(intended=clock(), sent=clock())
+        async with (
+            httpx.AsyncClient(timeout=120) as client,
+            client.stream("POST", self._client.url + path, json=json.loads(body)) as response,
+        ):
+            record.status = response.status_code
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    record.arrivals.append(clock())
+                    _take_usage(record, json.loads(line.removeprefix("data: "))["usage"])
+                if len(record.arrivals) == GONE_AFTER:
+                    break
+        record.ended = clock()
+        if len(record.arrivals) < GONE_AFTER:
+            raise BenchError(f"a long answer ended (status {record.status}) before its client could go away")
+        self.outcomes.append(Outcome("completions", True, record, "abort", "disconnect"))
+
+    async def _impatient(self) -> None:
+        """A request that may not wait until it could start."""
+        path, body = self._body(self._prompt(), 1, False, queue_timeout=0.05)
+        record = await self._whole(path, body)
+        if record.status != 503:
+            raise BenchError(f"a request that had to wait too long was answered {record.status}")
+        self.outcomes.append(Outcome("completions", False, record, "abort", "queue_timeout"))
+
+    async def _out_of_time(self) -> None:
+        """A request that may not take as long as it would."""
+        path, body = self._body(
+            self._prompt(), ENDLESS_TOKENS, False, stream=True, ignore_eos=True, request_timeout=0.3
+        )
+        record = await self._client.stream(path, body)
+        if record.status != 200 or record.output_tokens >= ENDLESS_TOKENS:
+            raise BenchError(f"a request of 0.3 seconds ended with {record.failure or record.finish_reason}")
+        self.outcomes.append(Outcome("completions", True, record, "abort", "deadline"))
+
+
+def _take_usage(record: Record, usage: dict[str, Any]) -> None:
+    record.prompt_tokens, record.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)

@@ -1,0 +1,255 @@
+"""What the panels must show, by the clients' own count.
+
+A count is exact, except for what a client cannot know: how many tokens the server still computed for one that had gone
+away. A latency lies within a bucket's width of what the client measured, who also waited for the connection, for his
+own turn at a CPU that server and clients share, and for the answer's way back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from loadtest.panels.traffic import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    QUEUE,
+    SLO_INTER_TOKEN,
+    SLO_TTFT,
+    SLOTS,
+    Outcome,
+)
+from server.reports import ENDPOINTS, FINISH_REASONS, RejectReason
+
+How: TypeAlias = Literal["total", "overall", "peak", "surge", "last"]
+Key: TypeAlias = tuple[str, str]
+
+LATENCY_BUCKET = 1.8
+LENGTH_BUCKET = 2.0
+"""Factors from bound to bound of the server's histograms (server/metrics/families.py)."""
+LAG_SECONDS = 0.15
+UNSEEN_TOKENS = 8
+TOGETHER = 0.6
+"""Of the sum of the replicas' highest values, the least that a scrape sees at one moment: more than one of two has."""
+ALL = "*"
+"""Stands for the sum of a query's series."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Bounds of what a series shows.
+
+    how: "total" is its rate over the whole load times the load's seconds, "overall" its value when the whole load is
+        one rate interval, "peak" and "last" are of its course, "surge" is the peak of one that begins and ends at 0.
+    """
+
+    how: How
+    low: float
+    high: float
+
+
+def total(low: float, high: float | None = None) -> Expected:
+    return Expected("total", low, low if high is None else high)
+
+
+def overall(value: float) -> Expected:
+    return Expected("overall", value, value)
+
+
+def constant(value: float) -> Expected:
+    return Expected("peak", value, value)
+
+
+class Truth:
+    """What the clients of `servers` servers counted together: `outcomes` are all of their requests."""
+
+    def __init__(self, outcomes: Sequence[Outcome], servers: int) -> None:
+        self._outcomes = outcomes
+        self._servers = servers
+        self._ended = [outcome for outcome in outcomes if outcome.end != "refused"]
+        self._ends = Counter(outcome.end for outcome in self._ended)
+        self._causes = Counter(outcome.cause for outcome in self._ended if outcome.cause)
+        self._refusals = Counter(outcome.cause for outcome in outcomes if outcome.end == "refused")
+
+    # Counts
+
+    @property
+    def answered(self) -> int:
+        return self._ends["stop"] + self._ends["length"]
+
+    @property
+    def missed(self) -> int:
+        """Of the objectives: those whose time ran out."""
+        return self._causes["queue_timeout"] + self._causes["deadline"]
+
+    @property
+    def goodput(self) -> float:
+        return self.answered / (self.answered + self.missed)
+
+    @property
+    def error_ratio(self) -> float:
+        return self._causes["queue_timeout"] / (self._causes["queue_timeout"] + self.answered)
+
+    @property
+    def refused_ratio(self) -> float:
+        return self._refusals["queue_full"] / len(self._outcomes)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(outcome.record.prompt_tokens or 0 for outcome in self._ended)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(outcome.record.cached_tokens or 0 for outcome in self._ended)
+
+    @property
+    def generated(self) -> Expected:
+        seen = sum(outcome.record.completion_tokens or 0 for outcome in self._ended)
+        return total(seen, seen + UNSEEN_TOKENS * self._causes["disconnect"])
+
+    def received(self) -> dict[str, Expected]:
+        kinds = Counter((outcome.endpoint, outcome.streaming) for outcome in self._outcomes)
+        return {
+            f"{endpoint}, streaming {'true' if streaming else 'false'}": total(kinds[endpoint, streaming])
+            for endpoint in ENDPOINTS
+            for streaming in (True, False)
+        }
+
+    # Latencies and lengths
+
+    def ttft(self, share: float) -> Expected:
+        return _near((o.record.ttft for o in self._ended), share, LATENCY_BUCKET, LAG_SECONDS)
+
+    def end_to_end(self, share: float) -> Expected:
+        return _near((o.record.e2e for o in self._ended), share, LATENCY_BUCKET, LAG_SECONDS)
+
+    def gap(self, share: float) -> Expected:
+        gaps = (float(gap) for o in self._ended for gap in o.record.chunk_gaps())
+        return _near(gaps, share, LATENCY_BUCKET, LAG_SECONDS)
+
+    def prompt_length(self, share: float) -> Expected:
+        known = (o.record.prompt_tokens for o in self._ended if o.cause != "queue_timeout")
+        return _near(known, share, LENGTH_BUCKET)
+
+    def output_length(self, share: float) -> Expected:
+        return _near((o.record.completion_tokens or 0 for o in self._ended), share, LENGTH_BUCKET, UNSEEN_TOKENS)
+
+    # Panels
+
+    def summed(self) -> dict[Key, Expected]:
+        """By title and series, of the dashboard that sums over the replicas."""
+        expected: dict[Key, Expected] = {}
+        shares = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+        for title, quantile in (
+            ("Time to first token", self.ttft),
+            ("End to end", self.end_to_end),
+            ("Inter-token latency", self.gap),
+            ("Prompt length", self.prompt_length),
+            ("Output length", self.output_length),
+        ):
+            expected |= {(title, name): quantile(share) for name, share in shares.items()}
+        capacity = BLOCKS * self._servers
+        in_tokens = capacity * BLOCK_TOKENS
+        expected |= _titled("Received requests by endpoint", self.received())
+        expected |= _titled(
+            "Finished requests by reason",
+            {end: total(self._ends[end]) for end in FINISH_REASONS},
+        )
+        expected |= _titled(
+            "Aborts by cause",
+            {
+                cause: total(self._causes[cause])
+                for cause in ("disconnect", "api", "shutdown", "queue_timeout", "deadline")
+            },
+        )
+        expected |= _titled(
+            "Rejections by reason",
+            {reason: total(self._refusals[reason]) for reason in get_args(RejectReason)},
+        )
+        return expected | {
+            ("Goodput", "goodput"): overall(self.goodput),
+            ("Error ratio", "error ratio"): overall(self.error_ratio),
+            ("Error ratio", "failed"): overall(self.error_ratio),
+            ("Error ratio", "refused"): overall(self.refused_ratio),
+            ("Finished requests by objective", "met"): total(self.answered),
+            ("Finished requests by objective", "not met"): total(self.missed),
+            ("Generated tokens", "generated"): self.generated,
+            ("TTFT p95", "p95"): self.ttft(0.95),
+            ("Time to first token", "objective"): constant(SLO_TTFT),
+            ("Inter-token latency", "objective"): constant(SLO_INTER_TOKEN),
+            ("Replicas", "targets"): constant(self._servers),
+            ("Replicas", "up"): constant(self._servers),
+            ("Replicas", "ready"): constant(self._servers),
+            ("Replicas", "down"): Expected("last", 0, 0),
+            ("Engines by state", "ready"): constant(self._servers),
+            ("Running", "running"): self._running(),
+            ("Waiting", "waiting"): self._waiting(),
+            ("Running and waiting", "running"): self._running(),
+            ("Running and waiting", "waiting"): self._waiting(),
+            ("Running and waiting", "limit"): constant(SLOTS * self._servers),
+            ("Use of the limits", "running"): Expected("surge", TOGETHER, 1.0),
+            ("Use of the limits", "waiting"): Expected("surge", TOGETHER, 1 + SLOTS / QUEUE),
+            ("Waiting by reason", ALL): self._waiting(),
+            # A status has no series before it is first answered, so a rate does not see the first ones.
+            ("HTTP answers by status", "400"): total(1, self._refusals["invalid"] + self._refusals["too_long"]),
+            ("HTTP answers by status", "429"): total(0, self._refusals["queue_full"]),
+            ("HTTP answers by outcome", "disconnect"): total(0, self._causes["disconnect"]),
+            ("Tokens a second", "generated"): self.generated,
+            ("Tokens a second", "computed prompt"): total(self.prompt_tokens - self.cached_tokens),
+            ("Tokens a second", "cached prompt"): total(self.cached_tokens),
+            ("Prefill and decode share", ALL): overall(1.0),
+            ("KV pool in use", "used"): Expected("surge", TOGETHER, 1.0),
+            ("Usage", "used"): Expected("surge", TOGETHER, 1.0),
+            ("Usage", "fullest replica"): Expected("surge", 0.8, 1.0),
+            ("Blocks by state", "used"): Expected("surge", TOGETHER * capacity, capacity),
+            ("Blocks by state", "capacity"): constant(capacity),
+            ("Capacity in tokens", "used"): Expected("surge", TOGETHER * in_tokens, in_tokens),
+            ("Capacity in tokens", "capacity"): constant(in_tokens),
+            ("Fragmentation", "empty slots"): Expected("peak", 0.01, 1.0),
+            ("Evictions and preemptions", "evicted blocks"): total(1, math.inf),
+            ("Evictions and preemptions", "preemption"): total(1, math.inf),
+            ("Discarded tokens by reason", "preemption"): total(1, math.inf),
+        }
+
+    def of_replica(self) -> dict[str, Expected]:
+        """By title, the one series of a replica in the dashboard that keeps them apart."""
+        return {
+            "State": Expected("peak", 1, 1),
+            "Finished requests": total(len(self._ended)),
+            "Error ratio": overall(self.error_ratio),
+            "Goodput": overall(self.goodput),
+            "Time to first token, p95": self.ttft(0.95),
+            "Inter-token latency, p95": self.gap(0.95),
+            "End to end, p95": self.end_to_end(0.95),
+            "Running": self._running(),
+            "Waiting": self._waiting(),
+            "Generated tokens": self.generated,
+            "Prompt tokens": total(self.prompt_tokens),
+            "KV pool in use": Expected("surge", TOGETHER, 1.0),
+            "Fragmentation": Expected("peak", 0.01, 1.0),
+        }
+
+    def _running(self) -> Expected:
+        """Preemption takes requests out of the batch for a while."""
+        return Expected("surge", TOGETHER * SLOTS * self._servers, SLOTS * self._servers)
+
+    def _waiting(self) -> Expected:
+        """The server bounds those that wait and those that run together, so a slot that stays free for want of blocks
+        lets one more wait."""
+        return Expected("surge", TOGETHER * QUEUE * self._servers, (QUEUE + SLOTS) * self._servers)
+
+
+def _titled(title: str, series: dict[str, Expected]) -> dict[Key, Expected]:
+    return {(title, name): expected for name, expected in series.items()}
+
+
+def _near(values: Iterable[float | None], share: float, bucket: float, lag: float = 0.0) -> Expected:
+    """Bounds of a quantile that a histogram shows: the samples beside its rank, and a bucket's width."""
+    known = sorted(value for value in values if value is not None)
+    rank = share * len(known)
+    below = known[max(0, math.floor(rank) - 1)]
+    above = known[min(len(known) - 1, math.ceil(rank))]
+    return Expected("overall", max(0.0, (below - lag) / bucket), above * bucket + lag)

@@ -1,0 +1,98 @@
+"""Every panel of the dashboards shows what happened: two real servers, a real Prometheus, a load that counts itself.
+
+And a panel that is wrong is found, in the ways in which public dashboards of other servers are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from loadtest.panels.__main__ import table
+from loadtest.panels.dashboard import FOLDER, Dashboard, load, substitute
+from loadtest.panels.proof import MAY_BE_EMPTY, MAY_EXCEED_ONE, MAY_STAY_ZERO, Shown, prove
+from loadtest.panels.stage import Stage, staged
+from tests.programs import program
+
+pytestmark = [pytest.mark.embedded, pytest.mark.timeout(600)]
+
+DASHBOARDS = {dashboard.uid: dashboard for dashboard in map(load, sorted(FOLDER.glob("*.json")))}
+
+
+class Proof:
+    """The stage, and a loop to ask it in."""
+
+    def __init__(self, runner: asyncio.Runner, stage: Stage) -> None:
+        self._runner = runner
+        self.stage = stage
+
+    def of(self, dashboard: Dashboard) -> list[Shown]:
+        return self._runner.run(prove(self.stage, dashboard))
+
+
+@pytest.fixture(scope="module")
+def proof(embedded_path: Path) -> Iterator[Proof]:
+    program("prometheus", "prometheus")
+    with asyncio.Runner() as runner:
+        stack = AsyncExitStack()
+        try:
+            yield Proof(runner, runner.run(stack.enter_async_context(staged(2, 1.5, print))))
+        finally:
+            runner.run(stack.aclose())
+
+
+@pytest.mark.parametrize("uid", DASHBOARDS)
+def test_every_panel_is_right(proof: Proof, uid: str) -> None:
+    shown = proof.of(DASHBOARDS[uid])
+    wrong = [panel for panel in shown if panel.problems]
+    assert not wrong, "\n" + table(wrong)
+    assert sum(line.expected is not None for panel in shown for line in panel.lines) >= {"sluice": 70}.get(uid, 24)
+
+
+def test_what_the_clients_know_is_shown_somewhere(proof: Proof) -> None:
+    """A panel that is renamed takes its check along."""
+    titles = {uid: {panel.title for panel in dashboard.panels} for uid, dashboard in DASHBOARDS.items()}
+    assert {title for title, _ in proof.stage.truth.summed()} <= titles["sluice"]
+    assert set(proof.stage.truth.of_replica()) <= titles["sluice-replicas"]
+    exceptions = {*MAY_BE_EMPTY, *MAY_STAY_ZERO, *MAY_EXCEED_ONE}
+    assert all(title in titles[uid] for uid, title in exceptions)
+
+
+@pytest.mark.parametrize(
+    ("uid", "title", "right", "wrong", "why"),
+    [
+        ("sluice", "Finished requests by reason", "sluice_requests_total", "sluice_request_total", "no series"),
+        ("sluice", "Finished requests by reason", "by (finish_reason)", "by (endpoint)", "'stop' shows nothing"),
+        ("sluice", "Running and waiting", "sum(sluice_requests_running{", "avg(sluice_requests_running{", "(surge)"),
+        ("sluice", "Running", "sum(sluice_requests_running{", "count(sluice_requests_running{", "'running' is 2"),
+        ("sluice", "Tokens a second", "sum(rate(sluice_generation", "avg(rate(sluice_generation", "'generated' is"),
+        ("sluice", "Tokens a second", "sluice_generation_tokens_total", "sluice_prompt_tokens_total", "'generated' is"),
+        ("sluice", "Tokens a second", "[$__rate_interval]", "[5m]", "'generated' is"),
+        ("sluice", "Time to first token", "_first_token_seconds_bucket", "_first_token_seconds_sum", "no series"),
+        ("sluice", "KV pool in use", 'state="used"', 'state="usage"', "'used' shows nothing"),
+        ("sluice", "Usage", 'state="used"', 'state="free"', "'used' is 1 before the load"),
+        ("sluice", "Error ratio", "stop|length", "stop", "'error ratio' is"),
+        ("sluice-replicas", "Generated tokens", "sum by (instance)", "sum by (model_name)", "not the replicas"),
+        ("sluice-replicas", "Waiting", "sluice_requests_waiting{", "sluice_requests_waiting_limit{", "is 4 before"),
+        ("sluice-replicas", "Running", "sum by (instance) (", "sum by (instance) (rate(", "HTTP 400"),
+    ],
+)
+def test_a_wrong_panel_is_found(proof: Proof, uid: str, title: str, right: str, wrong: str, why: str) -> None:
+    dashboard = DASHBOARDS[uid]
+    panel = next(panel for panel in dashboard.panels if panel.title == title)
+    queries = tuple(replace(query, expression=query.expression.replace(right, wrong)) for query in panel.queries)
+    assert queries != panel.queries
+    [shown] = proof.of(replace(dashboard, panels=(replace(panel, queries=queries),)))
+    assert any(why in problem for problem in shown.problems), shown.problems
+
+
+def test_only_known_variables_are_filled_in() -> None:
+    filled = substitute('rate(x{a=~"$model", b=~"${instance:regex}"}[$__rate_interval])', "m", ".*", 4.0)
+    assert filled == 'rate(x{a=~"m", b=~".*"}[4000ms])'
+    with pytest.raises(ValueError, match="unknown variable"):
+        substitute("x{job=$job}", "m", ".*", 4.0)

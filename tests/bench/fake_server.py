@@ -58,6 +58,9 @@ class Exchange:
         if completion_tokens is not None:
             self.event({"choices": [], "usage": self.usage(completion_tokens)})
         self.event("[DONE]")
+        self.end()
+
+    def end(self) -> None:
         self._writer.write(b"0\r\n\r\n")
 
     def cut(self) -> None:

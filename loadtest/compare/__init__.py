@@ -1,0 +1,1 @@
+"""Sluice beside other servers on one workload, in turns."""

@@ -39,6 +39,7 @@ from server.bench.report import align
 
 TOOL_SECONDS = 1800.0  # that one turn of a tool may take
 ATTEMPTS = 8  # at a prompt of the right length
+SAME = 0.03  # how far prompt lengths (relatively) and cached shares may be apart
 TAIL_BYTES = 2000  # of a tool's output that are shown where it failed
 
 
@@ -185,18 +186,24 @@ def _median(rows: Sequence[Row], figure: str) -> float:
     return statistics.median(float(getattr(row, figure)) for row in rows)
 
 
-def remarks(task: Task, tools: Sequence[Tool], results: dict[str, list[Turn]]) -> list[str]:
+def remarks(tools: Sequence[Tool], results: dict[str, list[Turn]]) -> list[str]:
     """What one must know to read the table: definitions, and where the load was not the same."""
     lines = [f"{tool.name}: {tool.definition}." for tool in tools]
-    for name, turns in results.items():
-        counted = [turn.counted for turn in turns]
-        cached = sum(one.cached_tokens for one in counted) / sum(one.prompt_tokens for one in counted)
-        length = sum(one.prompt_tokens for one in counted) / sum(one.requests for one in counted)
-        if cached > 0.01:
-            lines.append(f"Not the same load: the prefix cache answered for {cached:.0%} of {name}'s prompts.")
-        if not task.chat and abs(length / task.prompt_tokens - 1) > 0.05:
-            lines.append(f"Not the same load: prompts of {name} had {length:.1f} tokens on average.")
+    loads = {name: _load_of([turn.counted for turn in turns]) for name, turns in results.items()}
+    length, cached = (statistics.median(values) for values in zip(*loads.values(), strict=True))
+    lines.append(f"The server counted {length:.1f} prompt tokens a request, {cached:.1%} of them cached (medians).")
+    for name, (own_length, own_cached) in loads.items():
+        if abs(own_length / length - 1) > SAME or abs(own_cached - cached) > SAME:
+            lines.append(
+                f"Not the same load: {own_length:.1f} prompt tokens for {name}, {own_cached:.1%} of them cached."
+            )
     return lines
+
+
+def _load_of(counts: Sequence[Counts]) -> tuple[float, float]:
+    """Prompt tokens a request, and the share of them that the prefix cache answered for."""
+    prompt_tokens = sum(one.prompt_tokens for one in counts)
+    return prompt_tokens / sum(one.requests for one in counts), sum(one.cached_tokens for one in counts) / prompt_tokens
 
 
 @asynccontextmanager
@@ -257,7 +264,7 @@ def report(task: Task, results: dict[str, list[Turn]], tools: Sequence[Tool], wi
     turns = len(next(iter(results.values())))
     print(f"{load}, {task.output_tokens} out, medians of {turns} turns; times in milliseconds")
     print(table(rows))
-    print("\n".join(remarks(task, tools, results)))
+    print("\n".join(remarks(tools, results)))
     apart = deviation(rows)
     print(f"Largest distance in tokens/s and mean TTFT from the median of the tools: {apart:.1%}")
     print(f"Largest distance from what the server counted in the same time: {deviation(rows, counted=True):.1%}")

@@ -249,5 +249,6 @@ def tell(**_: Any) -> None:
     level, *_others = levels = totals.levels()
     print(table(levels))
     print(f"{level.output_tokens_per_s:.1f} output tokens/s and {level.requests_per_s:.2f} requests/s", end=" ")
-    print(f"over {level.seconds:.1f} s", end="")
-    print(f"; {totals.given_up} requests were under way at the end and count nowhere" if totals.given_up else "")
+    print(f"over {level.seconds:.1f} s; {level.cached_tokens / max(1, level.input_tokens):.0%} of the prompts cached")
+    if totals.given_up:
+        print(f"{totals.given_up} requests were under way at the end and count nowhere")

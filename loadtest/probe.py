@@ -12,64 +12,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import json
-import multiprocessing
 import random
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
+from loadtest.latency import Latencies, measure
 from server.bench.process import own_server
 
 INTERVAL_SECONDS = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Latencies:
-    """Seconds that answers took, sorted."""
-
-    seconds: list[float]
-
-    def at(self, share: float) -> float:
-        return self.seconds[min(len(self.seconds) - 1, int(share * len(self.seconds)))]
-
-    def __str__(self) -> str:
-        shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
-        parts = [f"{name} {self.at(share) * 1000:7.1f}" for name, share in shares]
-        return f"{'  '.join(parts)}  ({len(self.seconds)} answers)"
-
-
-def ask_for_health(host: str, port: int, seconds: float, results: Connection) -> None:
-    """For so long, on one connection; sends the seconds that each answer took."""
-    connection = http.client.HTTPConnection(host, port, timeout=60)
-    taken: list[float] = []
-    end = time.perf_counter() + seconds
-    while (begun := time.perf_counter()) < end:
-        connection.request("GET", "/health")
-        response = connection.getresponse()
-        response.read()
-        if response.status != 200:
-            raise RuntimeError(f"/health answers {response.status}")
-        taken.append(time.perf_counter() - begun)
-        time.sleep(max(0.0, INTERVAL_SECONDS - taken[-1]))
-    results.send(sorted(taken))
-
-
-def measure(host: str, port: int, seconds: float) -> Latencies:
-    ours, theirs = multiprocessing.Pipe()
-    probe = multiprocessing.get_context("spawn").Process(target=ask_for_health, args=(host, port, seconds, theirs))
-    probe.start()
-    theirs.close()
-    try:
-        return Latencies(ours.recv())
-    finally:
-        probe.join()
+def measure_health(host: str, port: int, seconds: float) -> Latencies:
+    return measure(host, port, "/health", INTERVAL_SECONDS, seconds)
 
 
 def long_prompt(tokens: int, seed: int) -> str:
@@ -120,11 +78,11 @@ class Burst:
 
 def run(host: str, port: int, prompts: int, tokens: int, seconds: float) -> tuple[Latencies, Latencies, list[int]]:
     """Latencies in peace and under the burst, and the statuses of the long requests."""
-    in_peace = measure(host, port, 3.0)
+    in_peace = measure_health(host, port, 3.0)
     burst = Burst(host, port, [request_bytes(host, long_prompt(tokens, seed)) for seed in range(prompts)])
     starter = threading.Timer(0.5, burst.start)  # once the probe is under way
     starter.start()
-    under_load = measure(host, port, seconds)
+    under_load = measure_health(host, port, seconds)
     statuses = list(burst.statuses)
     burst.close()
     return in_peace, under_load, statuses

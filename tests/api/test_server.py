@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,9 +18,12 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client import CollectorRegistry
 
+from server.api import server as server_module
 from server.api.server import bind, serve, url_of
 from server.config import ServeSettings
+from server.metrics import Metrics
 from tests.api.conftest import PATH, parse_events
 
 ROOT = Path(__file__).parents[2]
@@ -205,3 +209,16 @@ async def test_running_out_of_descriptors_is_survived_quietly() -> None:
         server.process.send_signal(signal.SIGTERM)
         assert await server.exit_code() == 0
         assert 0 < server.log.count("out of system resource") < 100
+
+
+async def test_a_loop_that_is_held_up_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_LAG_SECONDS", 0.01)
+    registry = CollectorRegistry()
+    watch = asyncio.create_task(server_module._watch_lag(Metrics(registry, "tiny")))
+    await asyncio.sleep(0.05)
+    time.sleep(0.3)  # noqa: ASYNC251 - nothing else may run meanwhile
+    await asyncio.sleep(0.05)
+    watch.cancel()
+    lag = registry.get_sample_value("sluice_event_loop_lag_seconds_sum", {"model_name": "tiny"})
+    assert lag is not None
+    assert 0.25 < lag < 3

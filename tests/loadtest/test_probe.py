@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.probe import Latencies, long_prompt, measure, run
+from loadtest.probe import long_prompt, measure_health, run
 from tests.test_server import Server
 
 pytestmark = pytest.mark.embedded
@@ -25,11 +25,6 @@ def port(embedded_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         assert server.stop() == 0
     finally:
         server.process.kill()
-
-
-def test_percentiles() -> None:
-    latencies = Latencies([i / 1000 for i in range(100)])
-    assert (latencies.at(0.5), latencies.at(0.99), latencies.at(1.0)) == (0.05, 0.099, 0.099)
 
 
 def test_health_while_64_long_prompts_arrive(port: int) -> None:
@@ -54,7 +49,7 @@ def test_health_while_5_mb_are_tokenized(port: int) -> None:
     asking = [threading.Thread(target=ask, args=(path,)) for path in ("/tokenize", "/v1/completions", "/tokenize")]
     for thread in asking:
         thread.start()
-    latencies = measure("127.0.0.1", port, 5.0)
+    latencies = measure_health("127.0.0.1", port, 5.0)
     for thread in asking:
         thread.join()
     assert sorted(answers) == [(200, 1_000_000), (200, 1_000_000), (400, 0)]

@@ -1,0 +1,56 @@
+"""How fast a server answers a small request, asked over and over from a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import multiprocessing
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+
+@dataclass(frozen=True, slots=True)
+class Latencies:
+    """Seconds that answers took, sorted."""
+
+    seconds: list[float]
+
+    def at(self, share: float) -> float:
+        return self.seconds[min(len(self.seconds) - 1, int(share * len(self.seconds)))]
+
+    def __str__(self) -> str:
+        shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+        parts = [f"{name} {self.at(share) * 1000:7.1f}" for name, share in shares]
+        return f"{'  '.join(parts)}  ({len(self.seconds)} answers)"
+
+
+def _ask(host: str, port: int, path: str, interval: float, seconds: float, results: Connection) -> None:
+    """For so long, on one connection; sends the seconds that each answer took."""
+    connection = http.client.HTTPConnection(host, port, timeout=60)
+    taken: list[float] = []
+    end = time.perf_counter() + seconds
+    while (begun := time.perf_counter()) < end:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        response.read()
+        if response.status != 200:
+            raise RuntimeError(f"{path} answers {response.status}")
+        taken.append(time.perf_counter() - begun)
+        time.sleep(max(0.0, interval - taken[-1]))
+    results.send(sorted(taken))
+
+
+def measure(host: str, port: int, path: str, interval: float, seconds: float) -> Latencies:
+    """Ask for `path` every `interval` seconds, or as soon as the last answer is there, for `seconds`.
+
+    Raises EOFError where an answer is no 200 or none comes; the process that asked says which on stderr.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    arguments = (host, port, path, interval, seconds, theirs)
+    probe = multiprocessing.get_context("spawn").Process(target=_ask, args=arguments)
+    probe.start()
+    theirs.close()
+    try:
+        return Latencies(ours.recv())
+    finally:
+        probe.join()

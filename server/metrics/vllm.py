@@ -1,8 +1,8 @@
 """Our metrics under the names that vLLM gives them, for dashboards, routers and autoscalers that know only those.
 
-Names and labels are those of vLLM 0.9 to 0.11 and of what still reads older ones: `gpu_...` until 0.9,
-`time_per_output_token_seconds` until 0.11, `gpu_prefix_cache_hit_rate` until 0.8. `engine` numbers the engines of a
-server, of which there is one. Buckets are ours; a query for a quantile reads their bounds from the labels.
+Beside the names of today stand older ones that are still read: `gpu_...` and `time_per_output_token_seconds`. `engine`
+numbers the engines of a server, of which there is one. Buckets are ours; a query for a quantile reads their bounds from
+the labels.
 """
 
 from __future__ import annotations

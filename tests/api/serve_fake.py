@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import resource
+import signal
 import sys
 import threading
 import time
@@ -22,18 +23,18 @@ from tests.api.fake_engine import FakeEngine
 class Engine(FakeEngine):
     """`load`: "ready", "fail", or "hang" in a thread that nothing can stop. `stop_hangs`: stop() never returns.
 
-    stalled: seconds after it is ready from and to which a step has been running for 61 seconds.
+    From one SIGUSR1 to the next a step has been running for 61 seconds.
     """
 
-    def __init__(self, load: str, stop_hangs: bool, stalled: tuple[float, float] | None = None) -> None:
+    def __init__(self, load: str, stop_hangs: bool) -> None:
         super().__init__(max_model_len=10_000)
         self.load = load
         self.stop_hangs = stop_hangs
-        self.stalled = stalled
         self.phase, self.detail = Phase.LOADING, "reading weights"
         self.loaded = False
 
     async def start(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._stall_or_go_on)
         if self.load == "hang":
             threading.Thread(target=time.sleep, args=(60,)).start()
         else:
@@ -44,8 +45,9 @@ class Engine(FakeEngine):
             self.phase, self.detail = Phase.DEAD, "bloom is not supported"
         else:
             self.phase, self.detail, self.loaded = Phase.READY, "", True
-            for seconds, at in zip((61.0, 0.0), self.stalled or (), strict=False):
-                asyncio.get_running_loop().call_later(at, setattr, self, "stalled_seconds", seconds)
+
+    def _stall_or_go_on(self) -> None:
+        self.stalled_seconds = 0.0 if self.stalled_seconds else 61.0
 
     async def stop(self) -> None:
         if self.stop_hangs:
@@ -60,13 +62,12 @@ def main(
     stop_hangs: bool = False,
     max_descriptors: int | None = None,
     chat_template: str | None = None,
-    stalled: tuple[float, float] | None = None,
     port: int = 0,
 ) -> int:
     if max_descriptors is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_descriptors, max_descriptors))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(name)s %(message)s")
-    engine = Engine(load, stop_hangs, stalled)
+    engine = Engine(load, stop_hangs)
     engine.step_seconds = step_seconds
     settings = ServeSettings(
         model="tiny", drain_delay=drain_delay, shutdown_timeout=shutdown_timeout, chat_template=chat_template

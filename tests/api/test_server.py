@@ -106,9 +106,12 @@ async def test_a_signal_lets_open_requests_finish() -> None:
 
 
 async def test_a_step_that_hangs_is_told_in_the_log() -> None:
-    async with started(stalled=(0.5, 2.0)) as server:
+    async with started() as server:
+        await server.says("ready: http")
+        server.process.send_signal(signal.SIGUSR1)
         await server.says("a step has not ended for 61 seconds")
         assert (await server.client.get("/health")).status_code == 503
+        server.process.send_signal(signal.SIGUSR1)
         await server.says("the step that took more than 61 seconds is over")
         assert (await server.client.get("/health")).status_code == 200
 

@@ -78,7 +78,7 @@ class Outcome:
 
 
 @dataclass
-class _Endless(Workload):
+class Endless(Workload):
     """Requests until it is stopped."""
 
     stopped: bool = False
@@ -92,7 +92,7 @@ async def bench_load(url: str, users: int, output_tokens: int) -> AsyncIterator[
     """So many users of the benchmark's client, each on a new connection a request; the tally is complete afterwards."""
     client, tally = Client(url), Tally()
     model = await model_of(client)
-    workload = _Endless(load_prompts(), model, output_tokens, secrets.token_hex(2))
+    workload = Endless(load_prompts(), model, output_tokens, secrets.token_hex(2))
     await probe(client, workload)
     running = asyncio.create_task(closed_loop(client, workload, users, Limits()))
     try:

@@ -7,17 +7,17 @@ Builds deploy/Dockerfile and runs the image, without a Docker engine: buildah bu
 (or on --base-image), podman runs it with a read-only root, without capabilities and as its own user. The container
 must become ready and healthy, answer a completion, and on SIGTERM finish the stream it is in and exit with 0. Prints
 the size of each layer and what an update of the server changes. For root on Debian or Ubuntu, with
-    apt-get install buildah podman runc debootstrap curl jq
+    apt-get install buildah podman runc debootstrap iptables curl jq
 
   --base-image IMAGE    build on this image, which is pulled, instead of a new Debian
   --suite NAME          the Debian to make (default: bookworm)
   --mirror URL          where debootstrap takes it from (default: http://deb.debian.org/debian)
-  --cache DIR           where the Debian made is kept for the next run (default: ~/.cache/sluice-container)
+  --cache DIR           where the Debian that was made is kept for the next run (default: ~/.cache/sluice-container)
   --pip-conf FILE       pip's configuration during the build: indexes, certificates
   --build-option OPTION one more option of `buildah build`, as it stands; may be repeated
   --device cpu|cuda     which variant (default: cpu); cuda runs on the processor where nvidia-smi finds no GPU
-  --work DIR            where images, layers and logs are written (default: a new directory below /var/tmp)
-  --keep                leave DIR in place, so that the next run with the same --work reuses the layers
+  --keep DIR            write images, layers and logs here and leave them for the next run, which then builds only what
+                        has changed (default: a directory below /var/tmp that is removed at the end)
 TEXT
 }
 
@@ -30,11 +30,17 @@ SUITE=bookworm
 MIRROR=http://deb.debian.org/debian
 DEVICE=cpu
 BASE_IMAGE=
-WORK=
 KEEP=
 BUILD_OPTIONS=()
 
 while [ $# -gt 0 ]; do
+    case $1 in
+    -h | --help)
+        usage
+        exit 0
+        ;;
+    esac
+    [ $# -gt 1 ] || { usage >&2 && exit 2; }
     case $1 in
     --base-image) BASE_IMAGE=$2 ;;
     --suite) SUITE=$2 ;;
@@ -43,16 +49,7 @@ while [ $# -gt 0 ]; do
     --pip-conf) BUILD_OPTIONS+=(--secret "id=pip,src=$(realpath -- "$2")") ;;
     --build-option) BUILD_OPTIONS+=("$2") ;;
     --device) DEVICE=$2 ;;
-    --work) WORK=$2 ;;
-    --keep)
-        KEEP=yes
-        shift
-        continue
-        ;;
-    -h | --help)
-        usage
-        exit 0
-        ;;
+    --keep) KEEP=$2 ;;
     *)
         usage >&2
         exit 2
@@ -72,8 +69,7 @@ for program in buildah podman runc curl jq debootstrap; do
     command -v "$program" >/dev/null || die "$program is missing; see --help"
 done
 
-if [ -n "$WORK" ]; then mkdir -p "$WORK"; else WORK=$(mktemp -d /var/tmp/sluice-container.XXXXXX); fi
-WORK=$(realpath -- "$WORK")
+if [ -n "$KEEP" ]; then mkdir -p "$KEEP" && WORK=$(realpath -- "$KEEP"); else WORK=$(mktemp -d /var/tmp/sluice-container.XXXXXX); fi
 SERVER=sluice-check-$$
 
 # shellcheck disable=SC2317 # called by the trap
@@ -160,9 +156,8 @@ say "built in $((SECONDS - started)) s"
 base=$(image_bytes "$BASE_IMAGE")
 size=$(image_bytes localhost/sluice:check)
 say "image $(megabytes "$size"), base $(megabytes "$base"), beyond it $(megabytes $((size - base)))"
-names=("the server" "the embedded model" "dependencies" "torch" "tini and the user" "an empty environment" "base")
+names=("the server" "the embedded model" "dependencies" "torch" "tini and the user" "the empty environment")
 mapfile -t layers < <(podman history --format json localhost/sluice:check | jq '.[] | select(.size > 0) | .size')
-[ ${#layers[@]} = ${#names[@]} ] || die "the image has ${#layers[@]} layers, not ${#names[@]}: $(podman history localhost/sluice:check)"
 for i in "${!layers[@]}"; do say "$(printf '%12s  %s' "$(megabytes "${layers[i]}")" "${names[i]}")"; done
 
 run_options=(--read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges --publish 127.0.0.1::8000)

@@ -200,12 +200,18 @@ def load() -> list[Panel]:
         ),
         timeseries(
             "Use of the limits",
-            """Running requests over --max-num-seqs, and waiting ones over --max-queued-requests. When the queue's share
-            nears 100 %, clients are refused (429): add replicas.""",
+            """Running requests over --max-num-seqs, and open ones (running and waiting) over that and
+            --max-queued-requests together. When the open ones reach 100 %, clients are refused (429): add replicas.""",
             "percentunit",
             [
                 Query(ratio(gauge("requests_running"), gauge("requests_running_limit")), "running"),
-                Query(ratio(gauge("requests_waiting"), gauge("requests_waiting_limit")), "waiting"),
+                Query(
+                    ratio(
+                        f"({gauge('requests_running')}\n+ {gauge('requests_waiting')})",
+                        f"({gauge('requests_running_limit')}\n+ {gauge('requests_waiting_limit')})",
+                    ),
+                    "open",
+                ),
             ],
             most=1,
         ),

@@ -85,6 +85,15 @@ def test_hadolint_finds_nothing() -> None:
     assert (result.returncode, result.stdout) == (0, "")
 
 
+def test_the_script_that_builds_and_runs_the_image_explains_itself() -> None:
+    result = subprocess.run(
+        [DEPLOY / "check_container.sh", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    options = set(re.findall(r"^    (--[a-z-]+)\)", (DEPLOY / "check_container.sh").read_text(), re.MULTILINE))
+    assert options
+    assert set(re.findall(r"^  (--[a-z-]+) ", result.stdout, re.MULTILINE)) == options
+
+
 def test_versions_are_those_of_the_project() -> None:
     assert arguments()["TORCH"] == run_variable("TORCH")
     assert arguments()["TORCH_CPU_INDEX"] == run_variable("TORCH_CPU_INDEX")

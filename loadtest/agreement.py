@@ -116,10 +116,9 @@ async def compare(task: Task, tools: Sequence[Tool], turns: int) -> dict[str, li
                 prompts = await prompts_of(client, task.prompt_tokens, task.requests, seed)
                 file = folder / "prompts.jsonl"
                 file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-                watch = Watch(client)
-                await watch.start()
-                reported = await run_tool(tool, replace(task, seed=seed, prompts=file), folder)
-                result = Turn(reported, await watch.stop())
+                async with Watch(client) as watch:
+                    reported = await run_tool(tool, replace(task, seed=seed, prompts=file), folder)
+                    result = Turn(reported, await watch.counts())
             results[tool.name].append(result)
             print(f"turn {turn + 1}: {tool.name:<13} {reported.tokens_per_s:8.1f} tokens/s", file=sys.stderr)
     return results
@@ -297,6 +296,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BenchError, OSError) as error:
         print(f"loadtest.agreement: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("loadtest.agreement: stopped", file=sys.stderr)
+        return 130
     agree = report(task, results, tools, options.within)
     if missing := [name for name in ("guidellm", "aiperf") if not getattr(options, name)]:
         print(f"Left out, as not given: {', '.join(missing)}")

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from server.bench.client import BenchError, Client
 
@@ -43,22 +44,25 @@ class Counts:
 
 
 class Watch:
-    """Polls /metrics between `start` and `stop`; when load began and ended is known to half of `POLL_SECONDS`."""
+    """Polls /metrics while it is entered; when load began and ended is known to half of `POLL_SECONDS`."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._polls: list[tuple[float, dict[str, float]]] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Self:
         await self._poll()
         self._task = asyncio.create_task(self._keep_polling())
+        return self
 
-    async def stop(self) -> Counts:
-        """Raises BenchError where nothing was generated."""
+    async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, return_exceptions=True)  # `counts` polls again, and raises what went wrong
+
+    async def counts(self) -> Counts:
+        """Of the interval that ends now. Raises BenchError or OSError where there is nothing to count."""
         await self._poll()
         before, after = self._polls[0][1], self._polls[-1][1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -114,11 +115,11 @@ class Scripted(Client):
 
 async def test_the_interval_is_from_the_first_request_to_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loadtest.counts.POLL_SECONDS", 0.0)
-    watch = Watch(client := Scripted([(4, 10), (4, 10), (5, 10), (6, 20), (6, 30), (6, 30)]))
-    await watch.start()
-    while client.asked < 6:
-        await Watch._poll(watch)
-    counts = await watch.stop()
+    client = Scripted([(4, 10), (4, 10), (5, 10), (6, 20), (6, 30), (6, 30)])
+    async with Watch(client) as watch:
+        while client.asked < 6:
+            await asyncio.sleep(0)
+        counts = await watch.counts()
     assert (counts.requests, counts.tokens) == (2, 20)
     assert counts.seconds == 2.0  # between 2 and 3, to between 4 and 5
     assert counts.tokens_per_s == 10.0

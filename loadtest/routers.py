@@ -67,8 +67,8 @@ class Group:
 class Killing:
     """requests, failures: of the load around the kill; open_then: what the killed server had open.
 
-    survived: requests that the other finished until the killed one was ready again. back: seconds from the killed server's being ready
-    again until the router used it; None if it did not within `BACK_SECONDS`.
+    survived: requests that the other finished until the killed one was ready again.
+    back: seconds from then until the router used it; None if it did not within `BACK_SECONDS`.
     """
 
     requests: int

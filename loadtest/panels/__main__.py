@@ -2,6 +2,7 @@
 
     python -m loadtest.panels                               # a table of what each panel shows
     python -m loadtest.panels --picture dashboard.png       # and the dashboard, drawn from it (needs chromium and npm)
+    python -m loadtest.panels --picture docs/images/dashboard.png --rows "SLO,Tokens,KV pool"    # the README's picture
 
 starts two servers on the embedded model with a small cache, watches them with Prometheus (on Debian: apt-get install
 prometheus), and puts on them a load of every kind. Then it asks Prometheus for each query of each panel in
@@ -15,11 +16,14 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from loadtest.panels.dashboard import FOLDER, load
+from loadtest.panels.picture import PictureError, draw
 from loadtest.panels.prometheus import PrometheusError
 from loadtest.panels.proof import Line, Shown, prove
 from loadtest.panels.stage import staged
+from loadtest.panels.traffic import LONG, QUICK
 from server.bench.client import BenchError
 
 
@@ -51,12 +55,14 @@ async def run(options: argparse.Namespace) -> int:
         print(text, file=sys.stderr, flush=True)
 
     wrong = 0
-    async with staged(options.servers, options.seconds, show) as stage:
+    async with staged(QUICK if options.quick else LONG, options.servers, show) as stage:
         for path in sorted(FOLDER.glob("*.json")):
             dashboard = load(path)
             shown = await prove(stage, dashboard)
             print(f"{dashboard.title}: {len(shown)} panels\n{table(shown)}\n")
             wrong += sum(bool(panel.problems) for panel in shown)
+            if options.picture is not None and dashboard.uid == options.dashboard:
+                await draw(stage, dashboard, options.rows, options.picture)
     print(f"{wrong} panels are wrong" if wrong else "all panels are right")
     return 1 if wrong else 0
 
@@ -64,10 +70,13 @@ async def run(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m loadtest.panels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--servers", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of more requests than the servers can take")
+    parser.add_argument("--quick", action="store_true", help="the short load of the tests, instead of some minutes")
+    parser.add_argument("--picture", type=Path, help="where to draw the dashboard as a PNG (needs chromium and npm)")
+    parser.add_argument("--dashboard", default="sluice", help="uid of the dashboard that is drawn")
+    parser.add_argument("--rows", type=lambda text: text.split(","), default=(), help="rows that are drawn, else all")
     try:
         return asyncio.run(run(parser.parse_args(argv)))
-    except (BenchError, PrometheusError) as error:
+    except (BenchError, PrometheusError, PictureError) as error:
         print(f"cannot try the panels: {error}", file=sys.stderr)
         return 2
 

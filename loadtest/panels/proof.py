@@ -22,10 +22,7 @@ MAY_BE_EMPTY: frozenset[tuple[str, str]] = frozenset()
 MAY_STAY_ZERO = {
     ("sluice", "Garbage found"): "a server that leaves no cycles behind is a good one",
 }
-MAY_EXCEED_ONE = {
-    ("sluice", "Use of the limits"): "a slot that stays free for want of blocks lets one more request wait",
-}
-"""(uid, title) of the panels on which nothing but zeros, or a share above 1, is no fault, and why."""
+"""(uid, title) of the panels on which nothing but zeros is no fault, and why."""
 
 
 @dataclass(slots=True)
@@ -187,14 +184,14 @@ def _course(lines: Sequence[Line]) -> list[float]:
 
 def _looks_wrong(shown: Shown) -> Iterator[str]:
     """What is never right, whatever the load."""
-    unit = shown.panel.json.get("fieldConfig", {}).get("defaults", {}).get("unit")
+    most = shown.panel.json["fieldConfig"]["defaults"].get("max", math.inf)
     for line in shown.lines:
         if not line.course.finite:
             yield f"{line.name!r} has no value but NaN"
-        elif min(line.course.finite) < 0:
+        elif min(line.course.finite) < 0 and shown.panel.kind != "state-timeline":  # whose numbers stand for words
             yield f"{line.name!r} is {min(line.course.finite):g}"
-        elif unit == "percentunit" and line.peak > 1 + EXACT and shown.where not in MAY_EXCEED_ONE:
-            yield f"{line.name!r} is a share of {line.peak:g}"
+        elif line.peak > most * (1 + EXACT):
+            yield f"{line.name!r} reaches {line.peak:g}, and the panel ends at {most:g}"
     if shown.lines and shown.where not in MAY_STAY_ZERO:
         values = [value for line in shown.lines for value in (line.peak, line.whole or 0.0)]
         if not any(value > 0 for value in values if math.isfinite(value)):

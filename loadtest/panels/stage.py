@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from loadtest.panels.prometheus import SCRAPE_SECONDS, Prometheus, PrometheusError, running_prometheus
-from loadtest.panels.traffic import FLAGS, Traffic
+from loadtest.panels.traffic import Scale, Traffic
 from loadtest.panels.truth import Truth
 from server.bench.client import Client
 from server.bench.load import model_of
@@ -39,6 +39,7 @@ class Stage:
     """What there is to see once the load is over.
 
     windows, truths: of each instance, as Prometheus calls it; window, truth: of all together.
+    busy_until: Unix time up to which all servers had requests.
     """
 
     prometheus: Prometheus
@@ -47,15 +48,14 @@ class Stage:
     truths: dict[str, Truth]
     window: Window
     truth: Truth
+    busy_until: float
 
 
 @asynccontextmanager
-async def staged(
-    servers: int, seconds: float, show: Callable[[str], None], flags: tuple[str, ...] = ()
-) -> AsyncIterator[Stage]:
-    """Start `servers` servers with `flags` added to those of the load, and put all of it on each, at the same time.
+async def staged(scale: Scale, servers: int, show: Callable[[str], None]) -> AsyncIterator[Stage]:
+    """Start `servers` servers, and put all of the load on each, at the same time.
 
-    seconds: of more requests than the servers can take, which is one part of the load.
+    show: told what goes on.
     Raises BenchError or PrometheusError where something cannot be started or does not answer as it should.
     """
     ports = [free_port() for _ in range(servers)]
@@ -64,17 +64,17 @@ async def staged(
     # for those who hold a connection to it.
     async with AsyncExitStack() as serving, running_prometheus(instances) as prometheus:
         show(f"{servers} servers start")
-        starting = (own_server([*FLAGS, *flags], lambda _: None, port) for port in ports)
+        starting = (own_server(scale.flags, lambda _: None, port) for port in ports)
         urls = await asyncio.gather(*map(serving.enter_async_context, starting))
         await _scrapes(prometheus, instances, time.time())
         show("the load runs")
-        loads = [Traffic(url, number) for number, url in enumerate(urls)]
+        loads = [Traffic(url, scale, number) for number, url in enumerate(urls)]
         together = asyncio.Barrier(servers)
         begun = time.time()
         try:
             async with asyncio.TaskGroup() as group:  # one that fails takes the others along, which wait for it
                 for load in loads:
-                    group.create_task(load.run(seconds, together))
+                    group.create_task(load.run(together))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         ended = time.time()
@@ -85,9 +85,10 @@ async def staged(
             prometheus,
             await model_of(Client(urls[0])),
             windows,
-            {instance: Truth(load.outcomes, 1) for instance, load in zip(instances, loads, strict=True)},
+            {instance: Truth(load.outcomes, scale, 1) for instance, load in zip(instances, loads, strict=True)},
             Window(min(window.start for window in windows.values()), max(window.end for window in windows.values())),
-            Truth([outcome for load in loads for outcome in load.outcomes], servers),
+            Truth([outcome for load in loads for outcome in load.outcomes], scale, servers),
+            min(load.busy_until for load in loads),
         )
 
 

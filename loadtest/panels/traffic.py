@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -17,29 +18,50 @@ import httpx
 from server.bench.client import BenchError, Client
 from server.bench.load import model_of
 from server.bench.record import Record
+from server.config import Objectives
 
-SLOTS = 4
-QUEUE = 4
-BLOCKS = 16
-BLOCK_TOKENS = 8
-SLO_TTFT = 300.0
-SLO_INTER_TOKEN = 60.0
-"""Seconds. So long that only what ran out of time misses them: the clients know how many that are."""
 
-FLAGS = (
-    f"--max-num-seqs={SLOTS}",
-    f"--max-queued-requests={QUEUE}",
-    f"--kv-blocks={BLOCKS}",
-    f"--block-size={BLOCK_TOKENS}",
-    "--max-num-batched-tokens=64",  # a start measures the largest step, and prompts take several
-    f"--slo-ttft={SLO_TTFT:g}",
-    f"--slo-inter-token={SLO_INTER_TOKEN:g}",
-)
-"""Of the server: so little memory that requests in their longest form evict cached blocks and preempt each other."""
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How large a load is, and the servers that it is for: with so few blocks that requests in their longest form evict
+    cached ones and preempt each other.
+
+    slots, queue: requests that a server runs, and lets wait; blocks, block_tokens: of its cache.
+    long_tokens: of an answer under pressure; endless_tokens: of one that takes longer than anybody waits for it.
+    talks: conversations, two at a time; seconds: how long more requests come than a server can take; steady_seconds:
+        how long before and after that it has half as many as it can run.
+    """
+
+    slots: int
+    queue: int
+    blocks: int
+    block_tokens: int
+    long_tokens: int
+    endless_tokens: int
+    talks: int
+    seconds: float
+    steady_seconds: float
+    objectives: Objectives
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Of `sluice serve`."""
+        return (
+            f"--max-num-seqs={self.slots}",
+            f"--max-queued-requests={self.queue}",
+            f"--kv-blocks={self.blocks}",
+            f"--block-size={self.block_tokens}",
+            "--max-num-batched-tokens=64",  # a start measures the largest step, and prompts take several
+            f"--slo-ttft={self.objectives.ttft_seconds:g}",
+            f"--slo-inter-token={self.objectives.inter_token_seconds:g}",
+        )
+
+
+QUICK = Scale(4, 4, 16, 8, 20, 100, talks=4, seconds=1.5, steady_seconds=0.0, objectives=Objectives(300.0, 60.0))
+"""Objectives so far away that only what ran out of time misses them: the clients know exactly how many that are."""
+LONG = Scale(8, 8, 32, 16, 56, 400, talks=4, seconds=25.0, steady_seconds=40.0, objectives=Objectives(5.0, 0.5))
 
 PREFIX = "You are a careful clerk of a small harbour town. Answer in one short sentence, name the ship, and be kind. "
-LONG_TOKENS = 20  # of an answer: with its prompt 5 blocks, of which 4 requests want 20
-ENDLESS_TOKENS = 100  # which take longer than anybody waits for them
 GONE_AFTER = 3  # chunks that a client reads before it goes away
 
 
@@ -58,45 +80,63 @@ class Outcome:
 
 
 class Traffic:
-    """Sends the load to one server. `outcomes` are those that are over, in the order in which they ended."""
+    """Sends the load to one server. Those with a higher number get a little more, so that no two have the same counts.
 
-    def __init__(self, url: str, number: int) -> None:
+    outcomes: the requests that are over, in the order in which they ended; busy_until: when the last of them were sent,
+        in Unix time.
+    """
+
+    def __init__(self, url: str, scale: Scale, number: int) -> None:
         self.outcomes: list[Outcome] = []
+        self.busy_until = 0.0
+        self._scale = scale
         self._client = Client(url, timeout=120.0)
         self._number = number
         self._topics = count()
         self._model = ""
 
-    async def run(self, pressure_seconds: float, together: asyncio.Barrier) -> None:
-        """All of it. Servers with a higher number get a little more, so that no two of them have the same counts.
+    async def run(self, together: asyncio.Barrier) -> None:
+        """All of it; `together` has the servers come under pressure as one.
 
-        pressure_seconds: of more requests than the server can take; `together` has the servers begin it as one.
         Raises BenchError where the server answers otherwise than this load is made for.
         """
         self._model = await model_of(self._client)
         await self._refusals(1)
-        await self._calm(4 + 2 * self._number)
+        await self._calm(self._scale.talks + 2 * self._number)
+        await self._steady(self._scale.steady_seconds)
         await self._refusals(2 + self._number)
         await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._out_of_time())
         await together.wait()
-        await self._pressure(pressure_seconds)
+        await self._pressure(self._scale.seconds)
+        await self._steady(self._scale.steady_seconds)
         self._check()
 
-    async def _calm(self, rounds: int) -> None:
+    async def _calm(self, talks: int) -> None:
         """Conversations that begin the same, two at a time, and answers that end by a stop string."""
-        for round_ in range(rounds):
-            chat = bool(round_ % 2)
+        for talk in range(talks):
+            chat = bool(talk % 2)
             await asyncio.gather(
                 self._ask(self._prompt(PREFIX), 8, chat=chat),
                 self._ask(self._prompt(PREFIX), 1, chat=chat, stream=False),
             )
         await asyncio.gather(*(self._ask(self._prompt(), 24, stop=["a", "e", "i", "o"]) for _ in range(2)))
 
+    async def _steady(self, seconds: float) -> None:
+        """Half as many users as there are slots, all of whom send prompts that begin the same."""
+        end = self._client.clock() + seconds
+        self.busy_until = time.time() + seconds
+
+        async def user(chat: bool) -> None:
+            while self._client.clock() < end:
+                await self._ask(self._prompt(PREFIX), self._scale.long_tokens // 2, chat=chat)
+
+        await asyncio.gather(*(user(bool(number % 2)) for number in range(self._scale.slots // 2)))
+
     async def _refusals(self, each: int) -> None:
         for _ in range(each):
             await self._refused("invalid", temperature=3)
         for _ in range(each + 1):
-            await self._refused("too_long", prompt="ship " * 2 * BLOCKS * BLOCK_TOKENS)
+            await self._refused("too_long", prompt="ship " * 2 * self._scale.blocks * self._scale.block_tokens)
 
     async def _pressure(self, seconds: float) -> None:
         """More users than slots, one of whom has no patience, and then more than the queue holds."""
@@ -104,15 +144,15 @@ class Traffic:
 
         async def user() -> None:
             while self._client.clock() < end:
-                await self._ask(self._prompt(), LONG_TOKENS, ignore_eos=True)
+                await self._ask(self._prompt(), self._scale.long_tokens, ignore_eos=True)
 
         async def burst() -> None:
             await asyncio.sleep(seconds / 4)
             await self._impatient()
             await asyncio.sleep(seconds / 4)
-            await asyncio.gather(*(self._ask(self._prompt(), 8, ignore_eos=True) for _ in range(QUEUE)))
+            await asyncio.gather(*(self._ask(self._prompt(), 8, ignore_eos=True) for _ in range(self._scale.queue)))
 
-        await asyncio.gather(burst(), *(user() for _ in range(SLOTS + QUEUE - 1)))
+        await asyncio.gather(burst(), *(user() for _ in range(self._scale.slots + self._scale.queue - 1)))
 
     def _check(self) -> None:
         seen = {outcome.cause or outcome.end for outcome in self.outcomes}
@@ -165,7 +205,7 @@ class Traffic:
 
     async def _leave(self) -> None:
         """A client that goes away in the middle of its answer."""
-        path, body = self._body(self._prompt(), ENDLESS_TOKENS, False, stream=True, ignore_eos=True)
+        path, body = self._body(self._prompt(), self._scale.endless_tokens, False, stream=True, ignore_eos=True)
         clock = self._client.clock
         record = Record(intended=clock(), sent=clock())
         async with (
@@ -195,10 +235,10 @@ class Traffic:
     async def _out_of_time(self) -> None:
         """A request that may not take as long as it would."""
         path, body = self._body(
-            self._prompt(), ENDLESS_TOKENS, False, stream=True, ignore_eos=True, request_timeout=0.3
+            self._prompt(), self._scale.endless_tokens, False, stream=True, ignore_eos=True, request_timeout=0.3
         )
         record = await self._client.stream(path, body)
-        if record.status != 200 or record.output_tokens >= ENDLESS_TOKENS:
+        if record.status != 200 or record.output_tokens >= self._scale.endless_tokens:
             raise BenchError(f"a request of 0.3 seconds ended with {record.failure or record.finish_reason}")
         self.outcomes.append(Outcome("completions", True, record, "abort", "deadline"))
 

@@ -13,15 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from loadtest.panels.traffic import (
-    BLOCK_TOKENS,
-    BLOCKS,
-    QUEUE,
-    SLO_INTER_TOKEN,
-    SLO_TTFT,
-    SLOTS,
-    Outcome,
-)
+from loadtest.panels.traffic import Outcome, Scale
 from server.reports import ENDPOINTS, FINISH_REASONS, RejectReason
 
 How: TypeAlias = Literal["total", "overall", "peak", "surge", "last"]
@@ -66,8 +58,9 @@ def constant(value: float) -> Expected:
 class Truth:
     """What the clients of `servers` servers counted together: `outcomes` are all of their requests."""
 
-    def __init__(self, outcomes: Sequence[Outcome], servers: int) -> None:
+    def __init__(self, outcomes: Sequence[Outcome], scale: Scale, servers: int) -> None:
         self._outcomes = outcomes
+        self._scale = scale
         self._servers = servers
         self._ended = [outcome for outcome in outcomes if outcome.end != "refused"]
         self._ends = Counter(outcome.end for outcome in self._ended)
@@ -80,14 +73,31 @@ class Truth:
     def answered(self) -> int:
         return self._ends["stop"] + self._ends["length"]
 
-    @property
-    def missed(self) -> int:
-        """Of the objectives: those whose time ran out."""
-        return self._causes["queue_timeout"] + self._causes["deadline"]
+    def met(self) -> Expected:
+        """How many met both objectives: of some the client cannot tell, whose latencies are near them."""
+        judged = [self._met(outcome) for outcome in self._ended if outcome.end in ("stop", "length")]
+        return total(judged.count(True), len(judged) - judged.count(False))
 
-    @property
-    def goodput(self) -> float:
-        return self.answered / (self.answered + self.missed)
+    def missed(self) -> Expected:
+        """The others, and those whose time ran out."""
+        judged = self.answered + self._causes["queue_timeout"] + self._causes["deadline"]
+        return total(judged - self.met().high, judged - self.met().low)
+
+    def goodput(self) -> Expected:
+        judged = self.answered + self._causes["queue_timeout"] + self._causes["deadline"]
+        return Expected("overall", self.met().low / judged, self.met().high / judged)
+
+    def _met(self, outcome: Outcome) -> bool | None:
+        record, objectives = outcome.record, self._scale.objectives
+        if record.ttft is None or record.e2e is None:  # a stop string that came first leaves nothing to see
+            return None
+        gaps = max(1, record.output_tokens - 1)
+        gap, lag = (record.e2e - record.ttft) / gaps, LAG_SECONDS / gaps
+        if record.ttft <= objectives.ttft_seconds and gap <= objectives.inter_token_seconds - lag:
+            return True
+        if record.ttft - LAG_SECONDS > objectives.ttft_seconds or gap - lag > objectives.inter_token_seconds:
+            return False
+        return None
 
     @property
     def error_ratio(self) -> float:
@@ -130,6 +140,15 @@ class Truth:
         gaps = (float(gap) for o in self._ended for gap in o.record.chunk_gaps())
         return _near(gaps, share, LATENCY_BUCKET, LAG_SECONDS)
 
+    def per_token(self, share: float) -> Expected:
+        """The mean gap of each request with two tokens or more."""
+        means = (
+            (o.record.arrivals[-1] - o.record.arrivals[0]) / (len(o.record.arrivals) - 1)
+            for o in self._ended
+            if len(o.record.arrivals) > 1
+        )
+        return _near(means, share, LATENCY_BUCKET, LAG_SECONDS)
+
     def prompt_length(self, share: float) -> Expected:
         known = (o.record.prompt_tokens for o in self._ended if o.cause != "queue_timeout")
         return _near(known, share, LENGTH_BUCKET)
@@ -147,12 +166,14 @@ class Truth:
             ("Time to first token", self.ttft),
             ("End to end", self.end_to_end),
             ("Inter-token latency", self.gap),
+            ("Time per output token", self.per_token),
             ("Prompt length", self.prompt_length),
             ("Output length", self.output_length),
         ):
             expected |= {(title, name): quantile(share) for name, share in shares.items()}
-        capacity = BLOCKS * self._servers
-        in_tokens = capacity * BLOCK_TOKENS
+        slots = self._scale.slots * self._servers
+        capacity = self._scale.blocks * self._servers
+        in_tokens = capacity * self._scale.block_tokens
         expected |= _titled("Received requests by endpoint", self.received())
         expected |= _titled(
             "Finished requests by reason",
@@ -170,16 +191,16 @@ class Truth:
             {reason: total(self._refusals[reason]) for reason in get_args(RejectReason)},
         )
         return expected | {
-            ("Goodput", "goodput"): overall(self.goodput),
+            ("Goodput", "goodput"): self.goodput(),
             ("Error ratio", "error ratio"): overall(self.error_ratio),
             ("Error ratio", "failed"): overall(self.error_ratio),
             ("Error ratio", "refused"): overall(self.refused_ratio),
-            ("Finished requests by objective", "met"): total(self.answered),
-            ("Finished requests by objective", "not met"): total(self.missed),
+            ("Finished requests by objective", "met"): self.met(),
+            ("Finished requests by objective", "not met"): self.missed(),
             ("Generated tokens", "generated"): self.generated,
             ("TTFT p95", "p95"): self.ttft(0.95),
-            ("Time to first token", "objective"): constant(SLO_TTFT),
-            ("Inter-token latency", "objective"): constant(SLO_INTER_TOKEN),
+            ("Time to first token", "objective"): constant(self._scale.objectives.ttft_seconds),
+            ("Time per output token", "objective"): constant(self._scale.objectives.inter_token_seconds),
             ("Replicas", "targets"): constant(self._servers),
             ("Replicas", "up"): constant(self._servers),
             ("Replicas", "ready"): constant(self._servers),
@@ -189,9 +210,9 @@ class Truth:
             ("Waiting", "waiting"): self._waiting(),
             ("Running and waiting", "running"): self._running(),
             ("Running and waiting", "waiting"): self._waiting(),
-            ("Running and waiting", "limit"): constant(SLOTS * self._servers),
+            ("Running and waiting", "limit"): constant(slots),
             ("Use of the limits", "running"): Expected("surge", TOGETHER, 1.0),
-            ("Use of the limits", "waiting"): Expected("surge", TOGETHER, 1 + SLOTS / QUEUE),
+            ("Use of the limits", "open"): Expected("surge", TOGETHER, 1.0),
             ("Waiting by reason", ALL): self._waiting(),
             # A status has no series before it is first answered, so a rate does not see the first ones.
             ("HTTP answers by status", "400"): total(1, self._refusals["invalid"] + self._refusals["too_long"]),
@@ -217,10 +238,10 @@ class Truth:
     def of_replica(self) -> dict[str, Expected]:
         """By title, the one series of a replica in the dashboard that keeps them apart."""
         return {
-            "State": Expected("peak", 1, 1),
+            "State": Expected("last", 1, 1),
             "Finished requests": total(len(self._ended)),
             "Error ratio": overall(self.error_ratio),
-            "Goodput": overall(self.goodput),
+            "Goodput": self.goodput(),
             "Time to first token, p95": self.ttft(0.95),
             "Inter-token latency, p95": self.gap(0.95),
             "End to end, p95": self.end_to_end(0.95),
@@ -234,12 +255,14 @@ class Truth:
 
     def _running(self) -> Expected:
         """Preemption takes requests out of the batch for a while."""
-        return Expected("surge", TOGETHER * SLOTS * self._servers, SLOTS * self._servers)
+        slots = self._scale.slots * self._servers
+        return Expected("surge", TOGETHER * slots, slots)
 
     def _waiting(self) -> Expected:
         """The server bounds those that wait and those that run together, so a slot that stays free for want of blocks
         lets one more wait."""
-        return Expected("surge", TOGETHER * QUEUE * self._servers, (QUEUE + SLOTS) * self._servers)
+        slots, queue = self._scale.slots * self._servers, self._scale.queue * self._servers
+        return Expected("surge", TOGETHER * queue, queue + slots)
 
 
 def _titled(title: str, series: dict[str, Expected]) -> dict[Key, Expected]:

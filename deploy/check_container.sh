@@ -158,9 +158,10 @@ size=$(image_bytes localhost/sluice:check)
 say "image $(megabytes "$size"), base $(megabytes "$base"), beyond it $(megabytes $((size - base)))"
 names=("the server" "the embedded model" "dependencies" "torch" "tini and the user" "the empty environment")
 mapfile -t layers < <(podman history --format json localhost/sluice:check | jq '.[] | select(.size > 0) | .size')
-for i in "${!layers[@]}"; do say "$(printf '%12s  %s' "$(megabytes "${layers[i]}")" "${names[i]}")"; done
+for i in "${!names[@]}"; do say "$(printf '%12s  %s' "$(megabytes "${layers[i]}")" "${names[i]}")"; done
 
-run_options=(--read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges --publish 127.0.0.1::8000)
+# A slow machine may take longer to finish the stream than the 30 s that are the default.
+run_options=(--env SLUICE_SHUTDOWN_TIMEOUT=120 --read-only --tmpfs /tmp --cap-drop all --security-opt no-new-privileges --publish 127.0.0.1::8000)
 if [ "$DEVICE" = cuda ] && nvidia-smi -L >/dev/null 2>&1; then run_options+=(--device nvidia.com/gpu=all); fi
 started=$SECONDS
 podman run --detach --name "$SERVER" "${run_options[@]}" localhost/sluice:check >/dev/null
@@ -207,7 +208,7 @@ until [ "$(grep -c '^data: ' "$stream")" -ge 10 ]; do
 done
 say "SIGTERM after $(grep -c '^data: ' "$stream") events of the stream"
 started=$SECONDS
-podman stop --time 60 "$SERVER" >/dev/null &
+podman stop --time 150 "$SERVER" >/dev/null &
 stopping=$!
 sleep 1
 draining=$(curl --silent --max-time 5 --output /dev/null --write-out '%{http_code}' "$URL/ready" || true)

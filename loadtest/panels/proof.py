@@ -69,8 +69,7 @@ async def _prove(stage: Stage, dashboard: Dashboard, panel: Panel) -> Shown:
             await _ask(stage, shown, query)
         except PrometheusError as error:
             shown.problems.append(f"{query.ref}: {error}")
-    if not shown.problems:
-        shown.problems.extend(_looks_wrong(shown))
+    shown.problems.extend(_looks_wrong(shown))
     return shown
 
 

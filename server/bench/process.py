@@ -25,9 +25,7 @@ TAIL_BYTES = 3000
 
 
 @asynccontextmanager
-async def own_server(
-    flags: Sequence[str], show: Callable[[str], None], port: int | None = None
-) -> AsyncIterator[str]:
+async def own_server(flags: Sequence[str], show: Callable[[str], None], port: int | None = None) -> AsyncIterator[str]:
     """Serve on a port of this machine and yield the URL once the server is ready; gone afterwards.
 
     flags: options of `sluice serve`, the model among them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import math
 import multiprocessing
 import time
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from multiprocessing.connection import Connection
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Seconds that answers took, sorted."""
+    """Seconds that who asks regularly waits for answers, sorted."""
 
     seconds: list[float]
 
@@ -21,13 +22,21 @@ class Latencies:
     def __str__(self) -> str:
         shares = (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
         parts = [f"{name} {self.at(share) * 1000:7.1f}" for name, share in shares]
-        return f"{'  '.join(parts)}  ({len(self.seconds)} answers)"
+        return f"{'  '.join(parts)}  ({len(self.seconds)} samples)"
+
+
+def waits(seconds: float, interval: float) -> list[float]:
+    """What an answer that took so long means for all who ask every `interval` seconds while it is computed.
+
+    One asks on only after the answer, so a long one would count as little as a short one (coordinated omission).
+    """
+    return [seconds - place * interval for place in range(max(1, math.ceil(seconds / interval)))]
 
 
 def _ask(host: str, port: int, path: str, interval: float, seconds: float, results: Connection) -> None:
-    """For so long, on one connection; sends the seconds that each answer took."""
+    """For so long, on one connection; sends the seconds that one waits."""
     connection = http.client.HTTPConnection(host, port, timeout=60)
-    taken: list[float] = []
+    waited: list[float] = []
     end = time.perf_counter() + seconds
     while (begun := time.perf_counter()) < end:
         connection.request("GET", path)
@@ -35,13 +44,14 @@ def _ask(host: str, port: int, path: str, interval: float, seconds: float, resul
         response.read()
         if response.status != 200:
             raise RuntimeError(f"{path} answers {response.status}")
-        taken.append(time.perf_counter() - begun)
-        time.sleep(max(0.0, interval - taken[-1]))
-    results.send(sorted(taken))
+        taken = time.perf_counter() - begun
+        waited += waits(taken, interval)
+        time.sleep(max(0.0, interval - taken))
+    results.send(sorted(waited))
 
 
 def measure(host: str, port: int, path: str, interval: float, seconds: float) -> Latencies:
-    """Ask for `path` every `interval` seconds, or as soon as the last answer is there, for `seconds`.
+    """Ask for `path` every `interval` seconds, or as soon as the last answer is there, for `seconds`; see `waits`.
 
     Raises EOFError where an answer is no 200 or none comes; the process that asked says which on stderr.
     """

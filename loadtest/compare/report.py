@@ -90,7 +90,8 @@ class Report:
             row.append(f"{sum(level.output_tokens for level in levels) / good:.1f}" if good else "-")
             row.append(f"{sum(level.failures for level in levels)} of {sum(level.requests for level in levels)}")
             rows.append(row)
-        return f"{self.loads[load]}, {len(self.sides[0].turns)} turns\n{align(rows)}"
+        turns = len(self.sides[0].turns)
+        return f"{self.loads[load]}, {turns} turn{'s' * (turns > 1)} of each\n{align(rows)}"
 
     def _how(self, side: Side) -> list[str]:
         lines = [side.name]

@@ -282,8 +282,8 @@ def process_panels() -> list[Panel]:
         ),
         timeseries(
             "Memory by kind",
-            """Memory of the models' devices by use, all instances together. device_free near 0 is an out-of-memory
-            error to come: lower --gpu-memory-utilization.""",
+            """How each server divided its device's memory at its start, all instances together; it does not change
+            after. device_free near 0 leaves nothing for what else runs there: lower --gpu-memory-utilization.""",
             "bytes",
             [Query(gauge("memory_bytes", "kind"), "{{kind}}", get_args(MemoryKind))],
             stacked=True,

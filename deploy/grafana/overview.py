@@ -18,6 +18,7 @@ from deploy.grafana.queries import (
     rate,
     ratio,
     refused_ratio,
+    series,
 )
 from server.reports import FINISH_REASONS, WAIT_REASONS, AbortCause, RejectReason
 
@@ -135,8 +136,9 @@ def slo() -> list[Panel]:
         ),
         timeseries(
             "Time to first token",
-            """From a request's arrival to its first token; the objective is --slo-ttft (the loosest of the chosen
-            instances). When high, see whether it is queueing or prefill under 'Where a request's time goes'.""",
+            """From arrival to the first token, of requests that got one; the objective is --slo-ttft (the loosest of
+            the chosen instances). Read between bounds up to a factor of 1.8 apart; the goodput is exact. When high, see
+            whether it is queueing or prefill under 'Where a request's time goes'.""",
             "s",
             [*quantiles("time_to_first_token_seconds"), objective("ttft")],
             width=6,
@@ -181,8 +183,8 @@ def load() -> list[Panel]:
         ),
         timeseries(
             "Received requests by endpoint",
-            """Requests a second as they arrive, refused ones included. When it stays above what finishes, the queue
-            grows.""",
+            """Requests a second as they arrive, refused ones included. When it stays above what finishes and what is
+            rejected together, the queue grows.""",
             "reqps",
             [Query(rate("requests_received_total", "endpoint, streaming"), "{{endpoint}}, streaming {{streaming}}")],
             stacked=True,
@@ -190,7 +192,7 @@ def load() -> list[Panel]:
         timeseries(
             "Running and waiting",
             """Requests in the running batches and in the queues; the limit is the sum of --max-num-seqs. When running
-            is below the limit while others wait, the KV pool is what is full.""",
+            is below the limit while others wait, 'Waiting by reason' says for what: mostly the KV pool is full.""",
             "none",
             [
                 Query(gauge("requests_running"), "running"),
@@ -201,7 +203,8 @@ def load() -> list[Panel]:
         timeseries(
             "Use of the limits",
             """Running requests over --max-num-seqs, and open ones (running and waiting) over that and
-            --max-queued-requests together. When the open ones reach 100 %, clients are refused (429): add replicas.""",
+            --max-queued-requests together, also of the fullest replica. When that reaches 100 %, its clients are
+            refused (429): add replicas or, where all together are far below, see how the load balancer shares out.""",
             "percentunit",
             [
                 Query(ratio(gauge("requests_running"), gauge("requests_running_limit")), "running"),
@@ -211,6 +214,16 @@ def load() -> list[Panel]:
                         f"({gauge('requests_running_limit')}\n+ {gauge('requests_waiting_limit')})",
                     ),
                     "open",
+                ),
+                Query(
+                    aggregate(
+                        "max",
+                        ratio(
+                            f"({series('requests_running')}\n+ {series('requests_waiting')})",
+                            f"({series('requests_running_limit')}\n+ {series('requests_waiting_limit')})",
+                        ),
+                    ),
+                    "fullest replica",
                 ),
             ],
             most=1,
@@ -225,15 +238,15 @@ def load() -> list[Panel]:
         ),
         timeseries(
             "Prompt tokens waiting",
-            """Prompt tokens in the queues that nobody has started on. Divided by the computed prompt tokens a second,
-            it is about how long a new request waits.""",
+            """Prompt tokens in the queues that nobody has started on. Divided by all prompt tokens a second, cached
+            ones included, it is about how long a new request waits.""",
             "si:tok",
             [Query(gauge("requests_waiting_tokens"), "waiting")],
         ),
         timeseries(
             "Time in the queue",
-            """From arrival to admission, of finished requests. When it grows, more comes than can be served: see
-            'Waiting by reason'.""",
+            """From arrival to admission, of finished requests that were admitted: who gave up or timed out in the queue
+            is only under 'Aborts by cause'. When it grows, more comes than can be served: see 'Waiting by reason'.""",
             "s",
             quantiles("request_queue_duration_seconds"),
         ),
@@ -260,7 +273,7 @@ def load() -> list[Panel]:
             "Aborts by cause",
             """Requests a second that ended before they were complete. disconnect and api are the client's will;
             queue_timeout and deadline say that the server was too slow; shutdown, that --shutdown-timeout is
-            too short.""",
+            too short (often unseen, as the process ends before the next scrape: see its log).""",
             "reqps",
             [Query(rate("request_aborts_total", "cause"), "{{cause}}", get_args(AbortCause))],
             stacked=True,
@@ -268,7 +281,8 @@ def load() -> list[Panel]:
         timeseries(
             "HTTP answers by status",
             """HTTP answers a second on all routes, probes included, by the status sent. 5xx and 429 are the server's;
-            for other 4xx ask the client.""",
+            for other 4xx ask the client. The first answer of a kind since the server's start does not show: count
+            faults by 'Error ratio'.""",
             "reqps",
             [Query(rate("http_requests_total", "status"), "{{status}}", ("200", "429", "499", "500", "503"))],
             stacked=True,

@@ -52,8 +52,8 @@ _STOP_SECONDS = 2.0
 
 
 def serve(settings: ServeSettings) -> int:
-    """Serve until a signal. Returns the exit code: 0 after a drain, 1 if the port, the model or a file of keys cannot
-    be had.
+    """Serve until a signal, then end the process: with 0 after a drain, 1 if the model cannot be had. Returns 1 if the
+    port or a file of keys cannot.
 
     SIGTERM or SIGINT drains: /ready turns 503; new requests are taken for `drain_delay` and refused from then on; open
     ones finish within `shutdown_timeout`, and what is left then ends with an error. The port stays open meanwhile. A
@@ -80,10 +80,11 @@ def serve(settings: ServeSettings) -> int:
         compat=settings.metrics_compat,
     )
     try:
-        return asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
+        code = asyncio.run(run(AsyncEngine(settings, metrics), metrics, settings, listener))
     except UnusableOption as error:
         logger.error("%s", error)
         return 1
+    _end(code)  # the interpreter would spend seconds on freeing what the system frees at once
 
 
 def _allow_many_connections() -> None:

@@ -137,8 +137,8 @@ def slo() -> list[Panel]:
         timeseries(
             "Time to first token",
             """From arrival to the first token, of requests that got one; the objective is --slo-ttft (the loosest of
-            the chosen instances). Read between bounds up to a factor of 1.8 apart; the goodput is exact. When high, see
-            whether it is queueing or prefill under 'Where a request's time goes'.""",
+            the chosen instances). Estimated between bounds up to a factor of 1.8 apart, of which the objective is one.
+            When high, see whether it is queueing or prefill under 'Where a request's time goes'.""",
             "s",
             [*quantiles("time_to_first_token_seconds"), objective("ttft")],
             width=6,

@@ -54,7 +54,9 @@ class RequestMetrics:
         slo.labels(model, "ttft").set(objectives.ttft_seconds)
         slo.labels(model, "inter_token").set(objectives.inter_token_seconds)
         self._ttft = families.histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", LATENCY
+            "time_to_first_token_seconds",
+            "Seconds from a request's arrival to its first token.",
+            _with_bound(LATENCY, objectives.ttft_seconds),
         ).series(model)
         self._gap = families.histogram(
             "inter_token_latency_seconds", "Seconds between consecutive tokens of a request.", GAP
@@ -62,7 +64,7 @@ class RequestMetrics:
         self._mean_gap = families.histogram(
             "request_time_per_output_token_seconds",
             "Seconds from token to token of a finished request on average, of those with two tokens or more.",
-            GAP,
+            _with_bound(GAP, objectives.inter_token_seconds),
         ).series(model)
         self._total = families.histogram(
             "request_duration_seconds", "Seconds from a request's arrival to its end, however it ended.", DURATION
@@ -125,3 +127,8 @@ class RequestMetrics:
         ttft, gap = report.ttft_seconds, report.mean_gap_seconds
         started = report.total_seconds if ttft is None else ttft
         return started <= self._objectives.ttft_seconds and (gap or 0.0) <= self._objectives.inter_token_seconds
+
+
+def _with_bound(bounds: tuple[float, ...], objective: float) -> tuple[float, ...]:
+    """`bounds` and the objective: how many met it is then known and not estimated, and so is whether a quantile did."""
+    return tuple(sorted({*bounds, float(objective)}))

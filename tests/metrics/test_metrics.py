@@ -295,6 +295,20 @@ def test_the_objectives_are_the_operators(clock: Clock) -> None:
     assert value(metrics, "requests_slo_total", met="false") == 1
 
 
+def test_an_objective_is_a_bound_of_the_buckets(clock: Clock) -> None:
+    """Else a quantile of latencies just below it could be estimated above it, and page somebody."""
+    metrics = Metrics(CollectorRegistry(), "tiny", objectives=Objectives(2.0, 0.2), clock=clock)
+    for seconds in (1.9, 2.0, 2.1):
+        metrics.requests.first_token(seconds)
+    assert value(metrics, "time_to_first_token_seconds_bucket", le="1.8") == 0
+    assert value(metrics, "time_to_first_token_seconds_bucket", le="2.0") == 2
+    assert value(metrics, "request_time_per_output_token_seconds_bucket", le="0.2") == 0
+    bounds = [
+        s.labels["le"] for f in families(metrics) for s in f.samples if s.name.endswith("first_token_seconds_bucket")
+    ]
+    assert [float(bound) for bound in bounds] == sorted({float(bound) for bound in bounds})
+
+
 def test_unknown_waiting_reason_is_not_lost(metrics: Metrics) -> None:
     with pytest.raises(KeyError, match="lunch"):
         metrics.pool.update(PoolReport(0, 0, 0, 1, {"lunch": 1}))

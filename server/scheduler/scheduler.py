@@ -91,7 +91,7 @@ class Progress:
 class SchedulerStats:
     """Counts of the moment, and totals since the start.
 
-    unused_slots: slots for tokens in the blocks of running requests that hold none yet.
+    unused_slots: slots for tokens in used blocks that hold none yet.
     recomputed_tokens: tokens that a preempted request had computed and had to compute again.
     """
 
@@ -281,7 +281,7 @@ class Scheduler:
         by_reason[self._blocked_by] += len(self.waiting) - shared
         # A block that several requests share is full, so that what each leaves unused is in blocks of its own.
         size = self.config.block_size
-        unused = sum(request.num_blocks * size - request.num_computed for request in self.running)
+        unused = sum(request.num_blocks * size - request.num_computed for request in self._holders())
         return SchedulerStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -299,8 +299,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check the pool, the prefix cache and the lists; raises AssertionError. May be called at any time."""
-        aborted = [request for request, _ in self._in_flight if request.status is Status.FINISHED]
-        self.pool.check_integrity(request.blocks for request in (*self.running, *aborted))
+        self.pool.check_integrity(request.blocks for request in self._holders())
         if self.prefix_cache is not None:
             self.prefix_cache.check_integrity()
         if self.counters is not None:
@@ -316,6 +315,11 @@ class Scheduler:
         for request in self.waiting:
             assert request.num_blocks == 0, "a waiting request holds blocks"
             assert request.num_computed == 0, "a waiting request has computed tokens"
+
+    def _holders(self) -> list[Request]:
+        """Those that hold blocks: what runs, and what was aborted while the step in progress computes it."""
+        aborted = [request for request, _ in self._in_flight if request.status is Status.FINISHED]
+        return [*self.running, *aborted]
 
     def _enqueue(self, request: Request) -> None:
         insort(self.waiting, request, key=_order)

@@ -176,10 +176,11 @@ class Driver:
         assert min(stats.waiting_by_reason.values()) >= 0
         size = self.config.block_size
         filled: dict[int, int] = {}  # tokens in each block, whoever wrote them
-        for request in self.scheduler.running:
+        for request in self.records:
             for index, block in enumerate(request.blocks):
                 tokens = min(size, max(0, request.num_computed - index * size))
                 filled[block] = max(tokens, filled.get(block, 0))
+        assert stats.blocks_used == len(filled), "blocks are used that no request holds, or the reverse"
         assert stats.unused_slots == sum(size - tokens for tokens in filled.values()), "slots are unused, or used twice"
         totals = (
             stats.preemptions,

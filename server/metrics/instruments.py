@@ -149,9 +149,8 @@ class WindowRate:
         now = self._clock() / self._width
         newest = int(now)
         oldest = newest - len(self._counts) + 1
-        counted = sum(
-            count
-            for count, epoch in zip(self._counts.copy(), self._epochs.copy(), strict=True)
-            if oldest <= epoch <= newest
-        )
+        # The epochs first: `add` may take a bucket for a new epoch meanwhile, and its old count must not pass for that.
+        epochs = self._epochs.copy()
+        counts = self._counts.copy()
+        counted = sum(count for count, epoch in zip(counts, epochs, strict=True) if oldest <= epoch <= newest)
         return counted / ((now - oldest) * self._width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -77,6 +78,29 @@ def test_window_rate_counts_the_window_and_nothing_else(steps: list[tuple[float,
     assert rate.rate() == first  # a second scraper sees the same
     clock.now += 6
     assert rate.rate() == 0
+
+
+class Interrupted(list[int]):
+    """Another thread runs `meanwhile` as soon as this has been copied."""
+
+    meanwhile: Callable[[], None]
+
+    def copy(self) -> list[int]:
+        copied = list(self)
+        self.meanwhile()
+        return copied
+
+
+@pytest.mark.parametrize("copied", ["_counts", "_epochs"])
+def test_what_has_left_the_window_does_not_come_back_while_it_is_overwritten(copied: str) -> None:
+    clock = Clock()
+    rate = WindowRate(5.0, 20, clock)
+    rate.add(1000)
+    clock.now += 21 * 0.25  # the same place of the ring is next
+    ring = Interrupted(getattr(rate, copied))
+    ring.meanwhile = lambda: rate.add(1)
+    setattr(rate, copied, ring)
+    assert rate.rate() <= 1 / 5.0
 
 
 def test_series_together_count_what_each_counts() -> None:

@@ -440,7 +440,7 @@ class Scheduler:
         insort(self.running, request, key=_order)
         if request.num_preemptions == 0:
             request.num_cached = request.num_computed
-            if self.prefix_cache is not None and request.read_cache:
+            if self.prefix_cache is not None and request.read_cache and request.is_scored:
                 self._queried_tokens += request.num_prompt
             self._hit_tokens += request.num_cached
             self.admitted.append(request)

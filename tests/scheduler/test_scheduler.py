@@ -618,6 +618,8 @@ class TestScores:
         second, third = driver.add(same, 2, prompt_logprobs=0), driver.add(same, 2)
         driver.run()
         assert (first.num_cached, second.num_cached, third.num_cached) == (0, 0, 12)
+        stats = driver.scheduler.stats()
+        assert (stats.queried_tokens, stats.hit_tokens) == (16, 12), "a prompt that is not looked up counts as a miss"
 
 
 class TestSharing:

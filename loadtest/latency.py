@@ -9,6 +9,8 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+from server.bench.client import BenchError
+
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
@@ -34,7 +36,15 @@ def waits(seconds: float, interval: float) -> list[float]:
 
 
 def _ask(host: str, port: int, path: str, interval: float, seconds: float, results: Connection) -> None:
-    """For so long, on one connection; sends the seconds that one waits."""
+    """Sends the seconds that one waits, or in a word why nobody knows."""
+    try:
+        results.send(_waited(host, port, path, interval, seconds))
+    except (OSError, http.client.HTTPException) as error:
+        results.send(f"{path} is not answered: {error!r}")
+
+
+def _waited(host: str, port: int, path: str, interval: float, seconds: float) -> list[float]:
+    """For so long, on one connection."""
     connection = http.client.HTTPConnection(host, port, timeout=60)
     waited: list[float] = []
     end = time.perf_counter() + seconds
@@ -43,17 +53,17 @@ def _ask(host: str, port: int, path: str, interval: float, seconds: float, resul
         response = connection.getresponse()
         response.read()
         if response.status != 200:
-            raise RuntimeError(f"{path} answers {response.status}")
+            raise http.client.HTTPException(f"status {response.status}")
         taken = time.perf_counter() - begun
         waited += waits(taken, interval)
         time.sleep(max(0.0, interval - taken))
-    results.send(sorted(waited))
+    return sorted(waited)
 
 
 def measure(host: str, port: int, path: str, interval: float, seconds: float) -> Latencies:
     """Ask for `path` every `interval` seconds, or as soon as the last answer is there, for `seconds`; see `waits`.
 
-    Raises EOFError where an answer is no 200 or none comes; the process that asked says which on stderr.
+    Raises BenchError where an answer is no 200 or none comes.
     """
     ours, theirs = multiprocessing.Pipe()
     arguments = (host, port, path, interval, seconds, theirs)
@@ -61,6 +71,9 @@ def measure(host: str, port: int, path: str, interval: float, seconds: float) ->
     probe.start()
     theirs.close()
     try:
-        return Latencies(ours.recv())
+        waited: list[float] | str = ours.recv()
     finally:
         probe.join()
+    if isinstance(waited, str):
+        raise BenchError(waited)
+    return Latencies(waited)

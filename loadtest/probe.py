@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from loadtest.latency import Latencies, measure
+from server.bench.client import BenchError
 from server.bench.process import own_server
 
 INTERVAL_SECONDS = 0.01
@@ -115,7 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=50.0, help="milliseconds that the 99th percentile may take")
     parser.add_argument("flags", nargs="*", help="after --, options of the server that is started")
     options = parser.parse_args(argv)
-    return report(options.url, options) if options.url else asyncio.run(_with_own_server(options))
+    try:
+        return report(options.url, options) if options.url else asyncio.run(_with_own_server(options))
+    except BenchError as error:
+        print(f"loadtest.probe: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ COLOURS = {
     "not met": "red",
     "disconnect": "yellow",
     "api": "blue",
+    "sibling": GRAY,
     "shutdown": "purple",
     "queue_timeout": "orange",
     "deadline": "red",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from loadtest.panels.traffic import Outcome, Scale
-from server.reports import ENDPOINTS, FINISH_REASONS, RejectReason
+from server.reports import ENDPOINTS, FINISH_REASONS, AbortCause, RejectReason
 
 How: TypeAlias = Literal["total", "overall", "peak", "surge", "last"]
 Key: TypeAlias = tuple[str, str]
@@ -181,10 +181,7 @@ class Truth:
         )
         expected |= _titled(
             "Aborts by cause",
-            {
-                cause: total(self._causes[cause])
-                for cause in ("disconnect", "api", "shutdown", "queue_timeout", "deadline")
-            },
+            {cause: total(self._causes[cause]) for cause in get_args(AbortCause)},
         )
         expected |= _titled(
             "Rejections by reason",

@@ -134,10 +134,10 @@ class Generation:
                 raise GenerationFailed("The engine ended the request without an answer.")
         except EngineError as error:
             self._failed = True
-            self.close("api")
+            self.close("sibling")
             raise refused(error) from error
         except APIError:
-            self.close("api")
+            self.close("sibling")
             raise
 
     async def _only(self) -> AsyncGenerator[tuple[int, Output], None]:

@@ -85,7 +85,7 @@ async def test_one_failed_choice_ends_its_siblings(served: Served) -> None:
     engine.wake()
     (event,) = parse_events((await answer).text)
     assert event["error"]["code"] == "generation_failed"
-    assert [stream.closed_by for stream in engine.streams] == ["api", None, "api"]
+    assert [stream.closed_by for stream in engine.streams] == ["sibling", None, "sibling"]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -277,7 +277,10 @@ def test_limits_stand_beside_what_they_limit(metrics: Metrics) -> None:
         ("true", NO_TOKENS | {"total_seconds": 1.9}),
         ("false", NO_TOKENS | {"total_seconds": 2.1}),
         ("false", {"finish_reason": "error"}),
-        *(("false", {"finish_reason": "abort", "abort_cause": c}) for c in ("queue_timeout", "deadline", "shutdown")),
+        *(
+            ("false", {"finish_reason": "abort", "abort_cause": c})
+            for c in ("sibling", "queue_timeout", "deadline", "shutdown")
+        ),
         *((None, {"finish_reason": "abort", "abort_cause": cause}) for cause in ("disconnect", "api")),
     ],
 )

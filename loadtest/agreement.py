@@ -34,7 +34,7 @@ from loadtest.probe import long_prompt
 from loadtest.tools import ROOT, AIPerf, Figures, GuideLLM, Locust, ReportError, SluiceBench, Task, Tool
 from server.bench.client import BenchError, Client
 from server.bench.load import model_of
-from server.bench.process import end, own_server
+from server.bench.process import Stopped, end, own_server, run_until_told
 from server.bench.report import align
 
 TOOL_SECONDS = 1800.0  # that one turn of a tool may take
@@ -292,13 +292,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     tools = tools_of(options)
     try:
-        task, results = asyncio.run(measure(options, tools))
+        task, results = run_until_told(measure(options, tools))
     except (BenchError, OSError) as error:
         print(f"loadtest.agreement: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("loadtest.agreement: stopped", file=sys.stderr)
-        return 130
+        return 130 if isinstance(error, Stopped) else 1
     agree = report(task, results, tools, options.within)
     if missing := [name for name in ("guidellm", "aiperf") if not getattr(options, name)]:
         print(f"Left out, as not given: {', '.join(missing)}")

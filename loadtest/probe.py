@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from loadtest.latency import Latencies, measure
 from server.bench.client import BenchError
-from server.bench.process import own_server
+from server.bench.process import own_server, run_until_told
 
 INTERVAL_SECONDS = 0.01
 
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs="*", help="after --, options of the server that is started")
     options = parser.parse_args(argv)
     try:
-        return report(options.url, options) if options.url else asyncio.run(_with_own_server(options))
+        return report(options.url, options) if options.url else run_until_told(_with_own_server(options))
     except BenchError as error:
         print(f"loadtest.probe: {error}", file=sys.stderr)
         return 1

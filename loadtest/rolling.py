@@ -28,7 +28,7 @@ from typing import Any
 from loadtest.replicas import MakeCommand, Replica, haproxy, replicas, sluice
 from server.bench.client import BenchError, Client
 from server.bench.load import Limits, closed_loop, model_of, probe
-from server.bench.process import end
+from server.bench.process import end, run_until_told
 from server.bench.report import align, summarize
 from server.bench.workload import Workload, load_prompts
 
@@ -203,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     make = sluice([*options.flags, f"--drain-delay={options.drain_delay}"])
     try:
-        outcome = asyncio.run(
+        outcome = run_until_told(
             roll(
                 (make, make),
                 options.load,

@@ -37,6 +37,7 @@ from loadtest.replicas import MakeCommand, Replica, free_ports, replicas, sluice
 from loadtest.rolling import Endless
 from server.bench.client import BenchError, Client
 from server.bench.load import Limits, closed_loop, probe
+from server.bench.process import run_until_told
 from server.bench.report import align, summarize
 from server.bench.workload import load_prompts
 
@@ -240,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     make = sluice(options.flags)
     try:
-        found, killing = asyncio.run(check(options.router, (make, make), None, options))
+        found, killing = run_until_told(check(options.router, (make, make), None, options))
     except BenchError as error:
         print(error, file=sys.stderr)
         return 1

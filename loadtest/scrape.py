@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtest.latency import Latencies, measure
 from server.bench.client import BenchError, Client
 from server.bench.load import Limits, closed_loop, model_of, probe
-from server.bench.process import own_server
+from server.bench.process import own_server, run_until_told
 from server.bench.workload import Workload, load_prompts
 
 INTERVAL_SECONDS = 0.05
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("flags", nargs="*", help="after --, options of the server that is started")
     options = parser.parse_args(argv)
     try:
-        return asyncio.run(_main(options))
+        return run_until_told(_main(options))
     except BenchError as error:
         print(f"loadtest.scrape: {error}", file=sys.stderr)
         return 1

@@ -16,13 +16,11 @@ Exit status: 0, or 1 if a server could not be measured or a request failed, whic
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import secrets
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -36,6 +34,7 @@ from loadtest.compare.report import Report
 from loadtest.compare.turns import Side, Work, take_turns
 from server.bench.client import BenchError
 from server.bench.options import API_KEY_VARIABLE
+from server.bench.process import Stopped, run_until_told
 from server.bench.progress import ProgressLine
 from server.bench.workload import load_prompts
 
@@ -183,26 +182,14 @@ def document(options: argparse.Namespace, flags: Sequence[str], report: Report) 
     }
 
 
-async def _until_told(options: argparse.Namespace, specs: Sequence[Spec], flags: Sequence[str]) -> Report:
-    """Compare with SIGTERM and SIGHUP as Ctrl-C is: what was started is taken down again."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    return await compare(options, specs, flags)
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""
     options, specs, flags = parse(argv)
     try:
-        report = asyncio.run(_until_told(options, specs, flags))
+        report = run_until_told(compare(options, specs, flags))
     except BenchError as error:
         print(f"compare: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("compare: stopped", file=sys.stderr)
-        return 130
+        return 130 if isinstance(error, Stopped) else 1
     print(json.dumps(document(options, flags, report), indent=2, default=str) if options.json else report.table())
     return 1 if any(side.failed for side in report.sides) else 0
 

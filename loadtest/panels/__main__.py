@@ -13,7 +13,6 @@ right, 1 if one is not, 2 if it could not be tried.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from loadtest.panels.proof import Line, Shown, prove
 from loadtest.panels.stage import staged
 from loadtest.panels.traffic import LONG, QUICK
 from server.bench.client import BenchError
+from server.bench.process import run_until_told
 
 
 def table(shown: Sequence[Shown]) -> str:
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dashboard", default="sluice", help="uid of the dashboard that is drawn")
     parser.add_argument("--rows", type=lambda text: text.split(","), default=(), help="rows that are drawn, else all")
     try:
-        return asyncio.run(run(parser.parse_args(argv)))
+        return run_until_told(run(parser.parse_args(argv)))
     except (BenchError, PrometheusError, PictureError) as error:
         print(f"cannot try the panels: {error}", file=sys.stderr)
         return 2

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import secrets
-import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +20,7 @@ from server.bench.constrained import SCHEMA, ConstrainedComparison
 from server.bench.load import Limits, Run, closed_loop, count_tokens, model_of, open_loop, probe
 from server.bench.options import parse
 from server.bench.prefix import PrefixComparison
-from server.bench.process import own_server
+from server.bench.process import Stopped, own_server, run_until_told
 from server.bench.progress import ProgressLine
 from server.bench.report import Level, summarize, table
 from server.bench.workload import Workload, fit_prefix, load_prompts, poisson_arrivals
@@ -207,23 +205,15 @@ def main(argv: Sequence[str]) -> int:
     """Run `sluice bench`: 0 when every request succeeded, 1 when some failed or nothing could be measured."""
     options, flags = parse(argv)
     try:
-        document, text, status = asyncio.run(_until_told(Bench(options, flags)))
+        document, text, status = run_until_told(_run(Bench(options, flags)))
     except BenchError as error:
         print(f"sluice bench: {error}", file=sys.stderr)
-        return 1
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("sluice bench: stopped", file=sys.stderr)
-        return 130
+        return 130 if isinstance(error, Stopped) else 1
     print(json.dumps(document, indent=2, default=str) if options.json else text)
     return status
 
 
-async def _until_told(bench: Bench) -> tuple[dict[str, Any], str, int]:
-    """Run with SIGTERM and SIGHUP as Ctrl-C is: what was started is taken down again."""
-    task = asyncio.current_task()
-    assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+async def _run(bench: Bench) -> tuple[dict[str, Any], str, int]:
     try:
         return await bench.run()
     finally:

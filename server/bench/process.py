@@ -9,12 +9,14 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import IO
+from typing import IO, Any, TypeVar
 
 from server.bench.client import BenchError, Client
 from server.bench.stream import error_message
+
+T = TypeVar("T")
 
 SERVE = (sys.executable, "-m", "server", "serve")
 READY_TIMEOUT = 1800.0  # a first start may have to download and convert a model
@@ -22,6 +24,10 @@ POLL_SECONDS = 0.2
 END_SECONDS = 15.0
 NOTICE_SECONDS = 0.3  # a connection breaks before its process is known to be dead
 TAIL_BYTES = 3000
+
+
+class Stopped(BenchError):
+    """Somebody wanted it to end."""
 
 
 @asynccontextmanager
@@ -74,6 +80,22 @@ async def running(
             await _check_alive(process, log)
         finally:
             await end(process)
+
+
+def run_until_told(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, or until Ctrl-C, SIGTERM or SIGHUP: then what was started is taken down, and Stopped raised."""
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(cancellable())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise Stopped("stopped") from None
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

@@ -117,7 +117,7 @@ async def locust_load(url: str, users: int, output_tokens: int) -> AsyncIterator
         )  # fmt: skip
         try:
             yield tally
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             await process.wait()
         finally:
             await end(process)

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-AbortCause: TypeAlias = Literal["disconnect", "api", "sibling", "shutdown", "queue_timeout", "deadline"]
+AbortCause: TypeAlias = Literal[
+    "disconnect", "api", "sibling", "shutdown", "queue_timeout", "deadline", "deadline_empty"
+]
 DiscardReason: TypeAlias = Literal["preemption", "disconnect", "abort", "error"]
 MemoryKind: TypeAlias = Literal["weights", "kv_cache", "activations_peak", "device_free"]
 RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "queue_tokens", "loading", "draining", "dead"]
@@ -67,7 +69,8 @@ class FinishedReport:
     """One request that is over. Seconds are None for a phase it never reached; `finish_reason` is of FINISH_REASONS.
 
     abort_cause: why, if `finish_reason` is "abort", else None; "sibling": another sequence of its body has failed. A
-        request that ends at its deadline is one of these, though its client is told "length" where there is an answer.
+        request that ends at its deadline is one of these, though its client is told "length" where there is an answer;
+        "deadline_empty" where there is none.
     queue_seconds: arrival to first admission; prefill_seconds: admission to first token; decode_seconds: first to last
         token; total_seconds: arrival to the end.
     """

@@ -203,7 +203,7 @@ class Sessions:
             f"The request had no output after {session.deadline - session.arrived:g} seconds "
             "('request_timeout', --request-timeout)."
         )
-        self._end_early(session, failure, "deadline", now)
+        self._end_early(session, failure, "deadline_empty", now)
 
     def _end_early(self, session: Session, last: Output | EngineError, cause: AbortCause, now: float) -> None:
         """End a request before it is complete; `last` is what its caller gets."""

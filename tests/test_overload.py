@@ -204,7 +204,7 @@ async def test_time_that_is_up_before_the_first_token_is_an_error(
         await collect(stream)
     gate.open()
     await harness.settled()
-    assert harness.value("request_aborts_total", cause="deadline") == 1
+    assert harness.value("request_aborts_total", cause="deadline_empty") == 1
     assert text_of(await collect(harness.submit(harness.request(max_tokens=2))))
 
 

@@ -272,9 +272,9 @@ def load() -> list[Panel]:
         timeseries(
             "Aborts by cause",
             """Requests a second that ended before they were complete. disconnect and api are the client's will;
-            sibling, that another choice of the same request failed; queue_timeout and deadline say that the server was
-            too slow; shutdown, that --shutdown-timeout is too short (often unseen, as the process ends before the next
-            scrape: see its log).""",
+            sibling, that another choice of the same request failed; queue_timeout, deadline (cut short) and
+            deadline_empty (nothing to show) say that the server was too slow; shutdown, that --shutdown-timeout is too
+            short (often unseen, as the process ends before the next scrape: see its log).""",
             "reqps",
             [Query(rate("request_aborts_total", "cause"), "{{cause}}", get_args(AbortCause))],
             stacked=True,

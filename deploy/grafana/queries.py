@@ -61,7 +61,7 @@ def or_no_data(expression: str) -> str:
 def failures(by: str = "") -> str:
     """Requests that the server could not answer, a second: as SluiceErrors counts them (deploy/prometheus/rules)."""
     errors = rate("requests_total", by, 'finish_reason="error"')
-    aborts = rate("request_aborts_total", by, 'cause=~"queue_timeout|shutdown"')
+    aborts = rate("request_aborts_total", by, 'cause=~"queue_timeout|deadline_empty|shutdown"')
     refused = rate("request_rejections_total", by, 'reason="dead"')
     return f"({errors}\n+ {aborts}\n+ {refused})"
 

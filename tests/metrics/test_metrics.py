@@ -279,7 +279,7 @@ def test_limits_stand_beside_what_they_limit(metrics: Metrics) -> None:
         ("false", {"finish_reason": "error"}),
         *(
             ("false", {"finish_reason": "abort", "abort_cause": c})
-            for c in ("sibling", "queue_timeout", "deadline", "shutdown")
+            for c in ("sibling", "queue_timeout", "deadline", "deadline_empty", "shutdown")
         ),
         *((None, {"finish_reason": "abort", "abort_cause": cause}) for cause in ("disconnect", "api")),
     ],

@@ -101,7 +101,9 @@ class Load:
         self._ended += 1
         if self._ended == self.options.requests:
             # In a greenlet of its own: quitting waits for the user that ended this request.
-            gevent.spawn(self.environment.runner.quit)
+            runner = self.environment.runner
+            assert runner is not None, "users run"
+            gevent.spawn(runner.quit)
 
     def _shuffled(self, prompts: list[str]) -> Iterator[str]:
         order = random.Random(self.options.seed)
@@ -140,8 +142,8 @@ class LLMUser(HttpUser):
         """Until the next request is due: by the user's schedule, or after the time to think."""
         pause, self._pause = self._pause, 0.0
         if self._due is None:
-            return max(pause, self.options.think_time)
-        self._due += 1.0 / self.options.constant_throughput
+            return max(pause, float(self.options.think_time))
+        self._due += 1.0 / float(self.options.constant_throughput)
         return max(0.0, pause, self._due - time.perf_counter())
 
     def complete(self, prompt: str) -> str:

@@ -189,14 +189,16 @@ def begin(environment: Environment, **_: Any) -> None:
     load = LLMUser.load
     load.totals, load.ending = Totals(), False
     load.cpu_seconds()
-    if isinstance(environment.runner, MasterRunner):
+    runner = environment.runner
+    assert runner is not None, "it has started"
+    if isinstance(runner, MasterRunner):
         return  # it has no users
     try:
         load.find_model((environment.host or "").rstrip("/"))
     except RuntimeError as error:
         logger.error(error)
         environment.process_exit_code = 1
-        gevent.spawn(environment.runner.quit)  # not from within its start
+        gevent.spawn(runner.quit)  # not from within its start
 
 
 @events.test_stopping.add_listener
@@ -221,9 +223,11 @@ def take_over(data: dict[str, Any], **_: Any) -> None:
 @events.quitting.add_listener
 def conclude(environment: Environment, **_: Any) -> None:
     """Let what is under way end, then write the summary. A run in which nothing succeeded has failed."""
-    if isinstance(environment.runner, WorkerRunner):
+    runner = environment.runner
+    assert runner is not None, "it has run"
+    if isinstance(runner, WorkerRunner):
         return
-    environment.runner.quit()
+    runner.quit()
     load = LLMUser.load
     load.totals.cpu_seconds += load.cpu_seconds()
     levels = load.totals.levels()

@@ -44,6 +44,8 @@ _ACCEPTED_AT_ONCE = 8
 _KERNEL_BACKLOG = 2048
 # Rounds of the loop from accepting a connection to its transport, which cannot be made once the port is closed.
 _ROUNDS_TO_CONNECT = 4
+# How long connections that only the kernel has accepted are taken in, where clients come back without a pause.
+_CATCH_UP_SECONDS = 1.0
 # Python lets a busy thread run for 5 ms before another gets its turn; with an engine, tokenizers and templates at work
 # the loop that answers everybody would wait for several of them in a row.
 _SWITCH_SECONDS = 0.001
@@ -143,13 +145,13 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Whoever could connect is answered. uvicorn alone would reset connections that only the kernel has accepted,
-        and close open ones over requests that have arrived and are not read yet."""
-        quiet = 0
-        for _ in range(_KERNEL_BACKLOG):
+        """Whoever could connect is answered, unless so many come that there is no end to it. uvicorn alone would reset
+        connections that only the kernel has accepted, and close open ones over requests that have arrived and are not
+        read yet."""
+        loop = asyncio.get_running_loop()
+        quiet, until = 0, loop.time() + _CATCH_UP_SECONDS
+        while quiet < _ROUNDS_TO_CONNECT and loop.time() < until:
             quiet = 0 if any(select.select(sockets or (), (), (), 0)) else quiet + 1
-            if quiet == _ROUNDS_TO_CONNECT:
-                break
             await asyncio.sleep(0)  # the loop accepts some
         for server in self.servers:
             server.close()

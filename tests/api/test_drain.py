@@ -6,6 +6,7 @@ import asyncio
 import json
 import signal
 import socket
+import time
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -106,6 +107,26 @@ async def test_connections_that_only_the_kernel_has_accepted_are_answered() -> N
     for client in clients:
         assert client.recv(100).startswith(b"HTTP/1.1 200")
         client.close()
+
+
+async def test_clients_that_come_back_without_a_pause_do_not_hold_up_the_end() -> None:
+    """There is always one that only the kernel has accepted, and each round of the loop takes its time."""
+    listener = bind("127.0.0.1", 0)
+    http = life._Uvicorn(http_config(create_app(FakeEngine(), Metrics(CollectorRegistry(), "tiny"), ServeSettings())))
+    http.config.load()
+    http.lifespan, http.servers = http.config.lifespan_class(http.config), []
+
+    async def answer() -> None:
+        while True:
+            time.sleep(0.003)  # noqa: ASYNC251 - it is what an answer does to the loop
+            await asyncio.sleep(0)
+
+    answering = asyncio.create_task(answer())
+    with socket.create_connection(listener.getsockname()[:2], timeout=10):
+        begun = time.monotonic()
+        await http.shutdown([listener])
+        assert time.monotonic() - begun < 3
+    answering.cancel()
 
 
 async def test_what_is_being_prepared_is_let_in(serve: Serve) -> None:

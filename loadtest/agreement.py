@@ -64,7 +64,10 @@ async def _prompt_of(client: Client, tokens: int, rng: random.Random) -> str:
         response = await client.request("POST", "/tokenize", {"prompt": prompt, "add_special_tokens": False})
         if response.status != 200:
             raise BenchError(f"/tokenize answers {response.error}")
-        missing = tokens - response.json()["count"]
+        try:
+            missing = tokens - int(response.json()["count"])
+        except (ValueError, LookupError, TypeError):
+            raise BenchError(f"/tokenize answers {response.body[:80]!r}, which names no count") from None
         if not missing:
             return prompt
         words = words[:missing] if missing < 0 else words + long_prompt(missing, rng.getrandbits(32)).split()

@@ -27,7 +27,7 @@ from urllib3.exceptions import HTTPError
 from loadtest.probe import long_prompt
 from loadtest.totals import Totals
 from server.bench.record import Record
-from server.bench.stream import ERROR_BODY, CompletionBody, error_message
+from server.bench.stream import ERROR_BODY, CompletionBody, error_message, read_usage
 from server.bench.workload import load_prompts
 
 CONNECT_SECONDS = 10.0
@@ -273,13 +273,11 @@ class WholeBody:
             choice = answer["choices"][0]
             usage = answer.get("usage") or {}
             record.finish_reason = choice.get("finish_reason")
-            self.texts.append(choice.get("text") or (choice.get("message") or {}).get("content") or "")
+            self.texts.append(str(choice.get("text") or (choice.get("message") or {}).get("content") or ""))
+            read_usage(usage, record)
         except (ValueError, LookupError, TypeError, AttributeError):
             record.fail(f"not an answer: {self._body[:80]!r}")
             return
-        record.prompt_tokens = usage.get("prompt_tokens")
-        record.completion_tokens = usage.get("completion_tokens")
-        record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if record.finish_reason is None:
             record.fail("answer without a finish_reason")
 

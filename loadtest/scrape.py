@@ -58,7 +58,11 @@ class Scrape:
 
     @classmethod
     def read(cls, body: bytes) -> Scrape:
-        samples = [s for family in text_string_to_metric_families(body.decode()) for s in family.samples]
+        """Raises BenchError where the text is not Prometheus' format."""
+        try:
+            samples = [s for family in text_string_to_metric_families(body.decode()) for s in family.samples]
+        except ValueError:
+            raise BenchError(f"/metrics is not in Prometheus' text format: {body[:80]!r}") from None
         series = Counter(sample.name for sample in samples)
         is_compatible = any(name.startswith("vllm:") for name in series)
         wanted = (*GAUGES, *VLLM_GAUGES) if is_compatible else GAUGES

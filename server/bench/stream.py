@@ -104,11 +104,15 @@ class CompletionBody:
         elif self._done:
             self.record.fail("event after [DONE]")
         else:
-            self._chunk(chunk, now)
+            try:
+                self._chunk(chunk, now)
+            except (AttributeError, TypeError):
+                self.record.fail(f"event is not a completion: {data[:80]!r}")
 
     def _chunk(self, chunk: dict[str, Any], now: float) -> None:
         record = self.record
         usage = chunk.get("usage") or {}
+        total = _number(usage, "completion_tokens")
         for choice in chunk.get("choices") or ():
             record.finish_reason = choice.get("finish_reason") or record.finish_reason
             text = _answer(choice)
@@ -116,16 +120,31 @@ class CompletionBody:
                 self.texts.append(text)
             if text or _has_reasoning(choice):
                 record.arrivals.append(now)
-                record.totals.append(usage.get("completion_tokens"))
+                record.totals.append(total)
         if usage:
-            record.prompt_tokens = usage.get("prompt_tokens")
-            record.completion_tokens = usage.get("completion_tokens")
-            record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            read_usage(usage, record)
+
+
+def read_usage(usage: dict[str, Any], record: Record) -> None:
+    """Raises TypeError or AttributeError for what is no usage."""
+    record.prompt_tokens = _number(usage, "prompt_tokens")
+    record.completion_tokens = _number(usage, "completion_tokens")
+    record.cached_tokens = _number(usage.get("prompt_tokens_details") or {}, "cached_tokens")
+
+
+def _number(usage: dict[str, Any], name: str) -> int | None:
+    value = usage.get(name)
+    if value is not None and not isinstance(value, int):
+        raise TypeError(f"{name} is not a whole number")
+    return value
 
 
 def _answer(choice: dict[str, Any]) -> str:
-    """The text of a choice of /completions or /chat/completions."""
-    return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    """The text of a choice of /completions or /chat/completions. Raises TypeError for what is no text."""
+    text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    if not isinstance(text, str):
+        raise TypeError("the text is not a string")
+    return text
 
 
 def _has_reasoning(choice: dict[str, Any]) -> bool:

@@ -147,6 +147,12 @@ GOOD = text("a", 1, "stop") + usage(1)
         (HEAD + event({"error": "plain"}) + END, "error event: plain"),
         (HEAD + event(b"{oops") + DONE + END, "event is not JSON: b'{oops'"),
         (HEAD + event([1]) + DONE + END, "event is not an object: b'[1]'"),
+        (HEAD + event({"choices": [1]}) + DONE + END, "event is not a completion: b'{\"choices\": [1]}'"),
+        (HEAD + event({"choices": [{"text": 5}]}) + END, 'event is not a completion: b\'{"choices": [{"text": 5}]}\''),
+        (
+            HEAD + event({"usage": {"prompt_tokens": "1"}}) + END,
+            'event is not a completion: b\'{"usage": {"prompt_tokens": "1"}}\'',
+        ),
         (HEAD + GOOD + DONE + text("b") + END, "event after [DONE]"),
         (b"HTTP/1.1 429 X\r\nContent-Length: 34\r\n\r\n" + b'{"error": {"message": "too many"}}', "HTTP 429: too many"),
         (b"HTTP/1.1 502 X\r\n\r\n<html>Bad Gateway", "HTTP 502: <html>Bad Gateway"),

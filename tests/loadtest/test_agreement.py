@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.agreement import Row, deviation, main, table
+from loadtest.agreement import Row, deviation, main, prompts_of, table
 from loadtest.counts import Watch, read
 from loadtest.tools import AIPerf, Figures, GuideLLM, Locust, ReportError, SluiceBench, Task, Tool
-from server.bench.client import Client, Response
+from server.bench.client import BenchError, Client, Response
+from tests.bench.fake_server import Exchange, serving
 from tests.test_server import Server
 
 GUIDELLM = {
@@ -74,6 +75,15 @@ def test_each_is_told_the_same_load(tool: Tool, chat: bool, tmp_path: Path) -> N
     assert (str(task.tokenizer) in command) == tool.needs_tokenizer
     assert (str(task.prompts) in command) != tool.needs_tokenizer
     assert ("chat" in command) == chat
+
+
+async def test_a_server_that_names_no_count_is_no_sluice() -> None:
+    async def answer(exchange: Exchange) -> None:
+        exchange.respond(200, {"tokens": 5})
+
+    async with serving(answer) as url:
+        with pytest.raises(BenchError, match="names no count"):
+            await prompts_of(Client(url), tokens=5, count=1, seed=0)
 
 
 def row(name: str, tokens_per_s: float, ttft: float) -> Row:

@@ -8,6 +8,7 @@ import pytest
 
 from loadtest.latency import Latencies
 from loadtest.scrape import GAUGES, VLLM_GAUGES, Result, Scrape, run
+from server.bench.client import BenchError
 from tests.test_server import Server
 
 FAST, SLOW = Latencies([0.01] * 200), Latencies([0.01] * 197 + [0.5] * 3)
@@ -27,6 +28,12 @@ TWICE = VLLM_TEXT.replace("# TYPE vllm:gpu_cache", 'vllm:kv_cache_usage_perc{eng
 )
 def test_a_gauge_that_is_not_one_series_is_found(text: str, not_one: dict[str, int]) -> None:
     assert Scrape.read(text.encode()).not_one == not_one
+
+
+@pytest.mark.parametrize("body", [b"\xff\xfe", b"sluice_requests_running many\n"])
+def test_what_is_no_text_of_metrics_is_said(body: bytes) -> None:
+    with pytest.raises(BenchError, match="not in Prometheus' text format"):
+        Scrape.read(body)
 
 
 def test_what_fails() -> None:

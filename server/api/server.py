@@ -45,7 +45,7 @@ _KERNEL_BACKLOG = 2048
 # Rounds of the loop from accepting a connection to its transport, which cannot be made once the port is closed.
 _ROUNDS_TO_CONNECT = 4
 # How long connections that only the kernel has accepted are taken in, where clients come back without a pause.
-_CATCH_UP_SECONDS = 1.0
+_CATCH_UP_SECONDS = 2.0
 # Python lets a busy thread run for 5 ms before another gets its turn; with an engine, tokenizers and templates at work
 # the loop that answers everybody would wait for several of them in a row.
 _SWITCH_SECONDS = 0.001

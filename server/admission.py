@@ -37,7 +37,7 @@ class Admission:
         excess = num_open + more - most
         if excess > 0:
             raise QueueFull(
-                f"{num_open} requests are open and {more} more are {excess} too many: "
+                f"{num_open} requests are open and {more} more would be {excess} too many: "
                 f"--max-num-seqs and --max-queued-requests allow {most}.",
                 self.retry_after(excess),
                 "queue_full",
@@ -80,7 +80,7 @@ class Admission:
     def _too_many_tokens(self, waiting: int, more: int, num_open: int) -> QueueFull:
         excess = waiting + more - self.max_queued_tokens
         return QueueFull(
-            f"{waiting} prompt tokens are waiting and {more} more are {excess} too many: "
+            f"{waiting} prompt tokens are waiting and {more} more would be {excess} too many: "
             f"--max-queued-tokens allows {self.max_queued_tokens}.",
             self.retry_after(num_open * excess / waiting),
             "queue_tokens",

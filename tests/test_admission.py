@@ -19,7 +19,7 @@ def test_the_number_of_requests_is_bounded() -> None:
     admission = Admission(4, 10, 1000)
     admission.check([request(1)] * 5, num_open=9)
     with pytest.raises(
-        QueueFull, match=r"9 requests are open and 6 more are 1 too many.*--max-queued-requests allow 14"
+        QueueFull, match=r"9 requests are open and 6 more would be 1 too many.*--max-queued-requests allow 14"
     ) as full:
         admission.check([request(1)] * 6, num_open=9)
     assert (full.value.reason, full.value.retry_after) == ("queue_full", 1)
@@ -44,7 +44,7 @@ def test_the_tokens_that_wait_are_bounded_and_siblings_count_once() -> None:
     assert admission.waiting_tokens == 40
     admission.check([request(60)], num_open=3)
     with pytest.raises(
-        QueueFull, match=r"40 prompt tokens are waiting and 61 more are 1 too many.*--max-queued-tokens allows 100"
+        QueueFull, match=r"40 prompt tokens are waiting and 61 more would be 1 too many.*--max-queued-tokens allows 100"
     ) as full:
         admission.check([request(61)], num_open=3)
     assert full.value.reason == "queue_tokens"

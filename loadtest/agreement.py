@@ -34,7 +34,7 @@ from loadtest.probe import long_prompt
 from loadtest.tools import ROOT, AIPerf, Figures, GuideLLM, Locust, ReportError, SluiceBench, Task, Tool
 from server.bench.client import BenchError, Client
 from server.bench.load import model_of
-from server.bench.process import Stopped, end, own_server, run_until_told
+from server.bench.process import end, own_server, run_until_told
 from server.bench.report import align
 
 TOOL_SECONDS = 1800.0  # that one turn of a tool may take
@@ -298,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         task, results = run_until_told(measure(options, tools))
     except (BenchError, OSError) as error:
         print(f"loadtest.agreement: {error}", file=sys.stderr)
-        return 130 if isinstance(error, Stopped) else 1
+        return error.status if isinstance(error, BenchError) else 1
     agree = report(task, results, tools, options.within)
     if missing := [name for name in ("guidellm", "aiperf") if not getattr(options, name)]:
         print(f"Left out, as not given: {', '.join(missing)}")

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(options.url, options) if options.url else run_until_told(_with_own_server(options))
     except BenchError as error:
         print(f"loadtest.probe: {error}", file=sys.stderr)
-        return 1
+        return error.status
 
 
 if __name__ == "__main__":

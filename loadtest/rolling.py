@@ -215,8 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         )
     except BenchError as error:
-        print(error, file=sys.stderr)
-        return 1
+        print(f"loadtest.rolling: {error}", file=sys.stderr)
+        return error.status
     print(report(outcome))
     return 0 if outcome.good else 1
 

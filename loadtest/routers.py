@@ -243,8 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found, killing = run_until_told(check(options.router, (make, make), None, options))
     except BenchError as error:
-        print(error, file=sys.stderr)
-        return 1
+        print(f"loadtest.routers: {error}", file=sys.stderr)
+        return error.status
     print(report(found, killing))
     return 0 if good(found, killing) else 1
 

@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_until_told(_main(options))
     except BenchError as error:
         print(f"loadtest.scrape: {error}", file=sys.stderr)
-        return 1
+        return error.status
 
 
 if __name__ == "__main__":

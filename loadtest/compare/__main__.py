@@ -34,7 +34,7 @@ from loadtest.compare.report import Report
 from loadtest.compare.turns import Side, Work, take_turns
 from server.bench.client import BenchError
 from server.bench.options import API_KEY_VARIABLE
-from server.bench.process import Stopped, run_until_told
+from server.bench.process import run_until_told
 from server.bench.progress import ProgressLine
 from server.bench.workload import load_prompts
 
@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
         report = run_until_told(compare(options, specs, flags))
     except BenchError as error:
         print(f"compare: {error}", file=sys.stderr)
-        return 130 if isinstance(error, Stopped) else 1
+        return error.status
     print(json.dumps(document(options, flags, report), indent=2, default=str) if options.json else report.table())
     return 1 if any(side.failed for side in report.sides) else 0
 

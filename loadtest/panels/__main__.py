@@ -24,7 +24,7 @@ from loadtest.panels.proof import Line, Shown, prove
 from loadtest.panels.stage import staged
 from loadtest.panels.traffic import LONG, QUICK
 from server.bench.client import BenchError
-from server.bench.process import run_until_told
+from server.bench.process import Stopped, run_until_told
 
 
 def table(shown: Sequence[Shown]) -> str:
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_until_told(run(parser.parse_args(argv)))
     except (BenchError, PrometheusError, PictureError) as error:
         print(f"cannot try the panels: {error}", file=sys.stderr)
-        return 2
+        return error.status if isinstance(error, Stopped) else 2
 
 
 if __name__ == "__main__":

@@ -22,7 +22,9 @@ READ_SIZE = 16384
 
 
 class BenchError(Exception):
-    """The benchmark cannot go on; the message says why and what to do."""
+    """The benchmark cannot go on; the message says why and what to do, `status` is what the command exits with."""
+
+    status = 1
 
 
 @dataclass(frozen=True, slots=True)

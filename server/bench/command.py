@@ -20,7 +20,7 @@ from server.bench.constrained import SCHEMA, ConstrainedComparison
 from server.bench.load import Limits, Run, closed_loop, count_tokens, model_of, open_loop, probe
 from server.bench.options import parse
 from server.bench.prefix import PrefixComparison
-from server.bench.process import Stopped, own_server, run_until_told
+from server.bench.process import own_server, run_until_told
 from server.bench.progress import ProgressLine
 from server.bench.report import Level, summarize, table
 from server.bench.workload import Workload, fit_prefix, load_prompts, poisson_arrivals
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
         document, text, status = run_until_told(_run(Bench(options, flags)))
     except BenchError as error:
         print(f"sluice bench: {error}", file=sys.stderr)
-        return 130 if isinstance(error, Stopped) else 1
+        return error.status
     print(json.dumps(document, indent=2, default=str) if options.json else text)
     return status
 

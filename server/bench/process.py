@@ -29,6 +29,8 @@ TAIL_BYTES = 3000
 class Stopped(BenchError):
     """Somebody wanted it to end."""
 
+    status = 130
+
 
 @asynccontextmanager
 async def own_server(flags: Sequence[str], show: Callable[[str], None], port: int | None = None) -> AsyncIterator[str]:

@@ -159,6 +159,7 @@ def _compare(
     else:
         course = _course([line for line in lines if name in (line.name, ALL)])
         value = math.nan if not course else course[-1] if bounds.how == "last" else max(course)
+        tolerance = EXACT  # nothing is extrapolated
     if not course:
         yield f"{name!r} shows nothing"
     elif not bounds.low * (1 - tolerance) - 1e-9 <= value <= bounds.high * (1 + tolerance) + 1e-9:

@@ -105,7 +105,8 @@ class Traffic:
         await self._calm(self._scale.talks + 2 * self._number)
         await self._steady(self._scale.steady_seconds)
         await self._refusals(2 + self._number)
-        await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._out_of_time())
+        await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._out_of_time(1.0))
+        await self._out_of_time(0.001)
         await together.wait()
         await self._pressure(self._scale.seconds)
         await self._steady(self._scale.steady_seconds)
@@ -156,7 +157,8 @@ class Traffic:
 
     def _check(self) -> None:
         seen = {outcome.cause or outcome.end for outcome in self.outcomes}
-        wanted = {"stop", "length", "disconnect", "queue_timeout", "deadline", "invalid", "too_long", "queue_full"}
+        wanted = {"stop", "length", "disconnect", "queue_timeout", "deadline", "deadline_empty"}
+        wanted |= {"invalid", "too_long", "queue_full"}
         if seen != wanted:
             raise BenchError(f"the load caused {sorted(seen)} instead of {sorted(wanted)}")
 
@@ -232,15 +234,19 @@ class Traffic:
             raise BenchError(f"a request that had to wait too long was answered {record.status}")
         self.outcomes.append(Outcome("completions", False, record, "abort", "queue_timeout"))
 
-    async def _out_of_time(self) -> None:
-        """A request that may not take as long as it would."""
+    async def _out_of_time(self, seconds: float) -> None:
+        """A request that may not take as long as it would: it ends with what it has, or with an error if that is
+        nothing."""
         path, body = self._body(
-            self._prompt(), self._scale.endless_tokens, False, stream=True, ignore_eos=True, request_timeout=0.3
+            self._prompt(), self._scale.endless_tokens, False, stream=True, ignore_eos=True, request_timeout=seconds
         )
         record = await self._client.stream(path, body)
-        if record.status != 200 or record.output_tokens >= self._scale.endless_tokens:
-            raise BenchError(f"a request of 0.3 seconds ended with {record.failure or record.finish_reason}")
-        self.outcomes.append(Outcome("completions", True, record, "abort", "deadline"))
+        if record.output_tokens >= self._scale.endless_tokens or "request_timeout" not in (
+            record.failure or "request_timeout"
+        ):
+            raise BenchError(f"a request of {seconds:g} seconds ended with {record.failure or record.finish_reason}")
+        cause = "deadline" if record.failure is None else "deadline_empty"
+        self.outcomes.append(Outcome("completions", True, record, "abort", cause))
 
 
 def _take_usage(record: Record, usage: dict[str, Any]) -> None:

@@ -73,6 +73,11 @@ class Truth:
     def answered(self) -> int:
         return self._ends["stop"] + self._ends["length"]
 
+    @property
+    def _unanswered(self) -> int:
+        """By fault of the server, in which those count that it had no time for."""
+        return self._causes["queue_timeout"] + self._causes["deadline_empty"]
+
     def met(self) -> Expected:
         """How many met both objectives: of some the client cannot tell, whose latencies are near them."""
         judged = [self._met(outcome) for outcome in self._ended if outcome.end in ("stop", "length")]
@@ -80,11 +85,11 @@ class Truth:
 
     def missed(self) -> Expected:
         """The others, and those whose time ran out."""
-        judged = self.answered + self._causes["queue_timeout"] + self._causes["deadline"]
+        judged = self.answered + self._unanswered + self._causes["deadline"]
         return total(judged - self.met().high, judged - self.met().low)
 
     def goodput(self) -> Expected:
-        judged = self.answered + self._causes["queue_timeout"] + self._causes["deadline"]
+        judged = self.answered + self._unanswered + self._causes["deadline"]
         return Expected("overall", self.met().low / judged, self.met().high / judged)
 
     def _met(self, outcome: Outcome) -> bool | None:
@@ -101,7 +106,7 @@ class Truth:
 
     @property
     def error_ratio(self) -> float:
-        return self._causes["queue_timeout"] / (self._causes["queue_timeout"] + self.answered)
+        return self._unanswered / (self._unanswered + self.answered)
 
     @property
     def refused_ratio(self) -> float:

@@ -281,6 +281,15 @@ def members(*names: str) -> dict[str, Any]:
     return {name: {} for name in names}
 
 
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer, whole or, with `stream`, as server-sent events.",
+        "content": {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+"""What OpenAPI says of a route that generates."""
+
+
 def request_schema(kind: type[BaseModel]) -> dict[str, Any]:
     """The JSON schema of a body with its definitions put in place, as OpenAPI's `requestBody` wants it."""
     schema = kind.model_json_schema()

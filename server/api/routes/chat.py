@@ -15,7 +15,7 @@ from server.api.chat.serve import serve_chat
 from server.api.chat.wire import CHAT, ChatBody, ChatRequest
 from server.api.chat.writer import ChatWriter
 from server.api.fields import read_fields
-from server.api.wire import request_schema
+from server.api.wire import STREAMED, request_schema
 
 router = APIRouter(tags=["chat"])
 
@@ -24,6 +24,7 @@ router = APIRouter(tags=["chat"])
     "/v1/chat/completions",
     response_model=ChatBody,
     openapi_extra={"requestBody": request_schema(ChatRequest)},
+    responses=STREAMED,
 )
 async def create_chat_completion(request: Request) -> Response:
     """Answer a conversation with `n` replies; streamed as server-sent events or whole."""

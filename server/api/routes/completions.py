@@ -9,7 +9,7 @@ from starlette.responses import Response
 from server.api.completions.job import ENDPOINT, prepare
 from server.api.completions.writer import CompletionWriter
 from server.api.serve import serve
-from server.api.wire import CompletionBody, CompletionRequest, request_schema
+from server.api.wire import STREAMED, CompletionBody, CompletionRequest, request_schema
 
 router = APIRouter(tags=["completions"])
 
@@ -18,6 +18,7 @@ router = APIRouter(tags=["completions"])
     "/v1/completions",
     response_model=CompletionBody,
     openapi_extra={"requestBody": request_schema(CompletionRequest)},
+    responses=STREAMED,
 )
 async def create_completion(request: Request) -> Response:
     """Continue each prompt `n` times; streamed as server-sent events or whole."""

@@ -18,7 +18,7 @@ from server.api.messages.translate import SWITCHES, asks_to_think, to_chat
 from server.api.messages.wire import HARMLESS, MESSAGES, CountTokensRequest, MessagesRequest
 from server.api.messages.writer import MessagesWriter
 from server.api.renaming import Names, renamed
-from server.api.wire import parse, request_schema
+from server.api.wire import STREAMED, parse, request_schema
 
 router = APIRouter(prefix="/v1/messages", tags=["messages"])
 
@@ -35,7 +35,7 @@ NAMES: Names = {
 }
 
 
-@router.post("", openapi_extra={"requestBody": request_schema(MessagesRequest)})
+@router.post("", openapi_extra={"requestBody": request_schema(MessagesRequest)}, responses=STREAMED)
 async def create_message(request: Request) -> Response:
     """Answer the conversation, streamed as server-sent events or whole."""
     return await serve_chat(request, ENDPOINT, _translate, MessagesWriter, names=NAMES)

@@ -19,7 +19,7 @@ from server.api.renaming import Names, renamed
 from server.api.responses.translate import to_chat
 from server.api.responses.wire import HARMLESS, RESPONSES, STATELESS, ResponsesRequest
 from server.api.responses.writer import ResponsesWriter
-from server.api.wire import parse, request_schema
+from server.api.wire import STREAMED, parse, request_schema
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"])
 
@@ -33,7 +33,7 @@ NAMES: Names = {
 }
 
 
-@router.post("", openapi_extra={"requestBody": request_schema(ResponsesRequest)})
+@router.post("", openapi_extra={"requestBody": request_schema(ResponsesRequest)}, responses=STREAMED)
 async def create_response(request: Request) -> Response:
     """Answer the input, streamed as server-sent events or whole."""
     return await serve_chat(request, ENDPOINT, _translate, ResponsesWriter, field="input", names=NAMES)

@@ -284,7 +284,7 @@ def members(*names: str) -> dict[str, Any]:
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer, whole or, with `stream`, as server-sent events.",
-        "content": {"application/json": {}, "text/event-stream": {"schema": {"type": "string"}}},
+        "content": {"application/json": {}, "text/event-stream": {}},
     }
 }
 """What OpenAPI says of a route that generates."""

@@ -11,7 +11,7 @@ the size of each layer and what an update of the server changes. For root on Deb
 
   --base-image IMAGE    build on this image, which is pulled, instead of a new Debian
   --suite NAME          the Debian to make (default: bookworm)
-  --mirror URL          where debootstrap takes it from (default: http://deb.debian.org/debian)
+  --mirror URL          where debootstrap takes it from (default: debootstrap's own)
   --cache DIR           where the Debian that was made is kept for the next run (default: ~/.cache/sluice-container)
   --pip-conf FILE       pip's configuration during the build: indexes, certificates
   --build-option OPTION one more option of `buildah build`, as it stands; may be repeated
@@ -27,7 +27,7 @@ ROOT=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 ANSWER_TOKENS=150 # enough that the stream is still running when the signal arrives
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/sluice-container
 SUITE=bookworm
-MIRROR=http://deb.debian.org/debian
+MIRROR=
 DEVICE=cpu
 BASE_IMAGE=
 KEEP=
@@ -125,7 +125,7 @@ make_base() {
     if [ ! -f "$tarball" ]; then
         say "making a Debian $SUITE with Python"
         mkdir -p "$CACHE"
-        debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$SUITE" "$WORK/debian" "$MIRROR" \
+        debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates "$SUITE" "$WORK/debian" ${MIRROR:+"$MIRROR"} \
             >"$WORK/debootstrap.log" 2>&1 || { tail -n 20 "$WORK/debootstrap.log"; die "debootstrap"; }
         rm -rf "$WORK"/debian/var/cache/apt/archives/*.deb "$WORK"/debian/var/lib/apt/lists/*
         tar -C "$WORK/debian" -cf "$tarball.part" . && mv "$tarball.part" "$tarball"

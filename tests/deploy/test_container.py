@@ -224,7 +224,9 @@ def test_grafana_finds_its_data_source_and_its_dashboards() -> None:
     seen = mounts("grafana")
     provisioning = DEPLOY / seen["/etc/grafana/provisioning"]
     (source,) = yaml.safe_load((provisioning / "datasources" / "prometheus.yml").read_text())["datasources"]
-    host, port = re.fullmatch(r"http://(\w+):(\d+)", source["url"]).groups()  # type: ignore[union-attr]
+    address = re.fullmatch(r"http://(\w+):(\d+)", source["url"])
+    assert address is not None
+    host, port = address.groups()
     assert any(published.endswith(f":{port}") for published in compose()[host]["ports"])
     prometheus = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     assert source["jsonData"]["timeInterval"] == prometheus["global"]["scrape_interval"]

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from server.bench.client import BenchError, Client
-from server.bench.process import SERVE, end
+from server.bench.process import SERVE, end, free_ports
 
 HAPROXY_CONFIG = Path(__file__).parents[1] / "deploy" / "haproxy.cfg"
 START_SECONDS = 600.0
@@ -25,18 +24,6 @@ TAIL_BYTES = 3000
 
 MakeCommand = Callable[[int], Sequence[str]]
 """Port -> the command of a server that listens there, on 127.0.0.1."""
-
-
-def free_ports(count: int) -> list[int]:
-    """Different ports of this machine that nobody listens on now."""
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
 
 
 def sluice(flags: Sequence[str]) -> MakeCommand:

@@ -33,11 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loadtest.probe import long_prompt
-from loadtest.replicas import MakeCommand, Replica, free_ports, replicas, sluice
+from loadtest.replicas import MakeCommand, Replica, replicas, sluice
 from loadtest.rolling import Endless
 from server.bench.client import BenchError, Client
 from server.bench.load import Limits, closed_loop, probe
-from server.bench.process import run_until_told
+from server.bench.process import free_ports, run_until_told
 from server.bench.report import align, summarize
 from server.bench.workload import load_prompts
 

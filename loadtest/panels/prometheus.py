@@ -87,9 +87,7 @@ async def running_prometheus(targets: Sequence[str]) -> AsyncIterator[Prometheus
     if program is None:
         raise PrometheusError("prometheus is not installed; on Debian: apt-get install prometheus")
     with tempfile.TemporaryDirectory() as folder:
-        config = f"{folder}/prometheus.yml"
-        with open(config, "w") as file:  # noqa: ASYNC230  # nothing else runs yet
-            yaml.safe_dump(_configuration(targets), file)
+        config = _write_configuration(Path(folder), targets)
         port = free_port()
         command = (
             program,
@@ -103,10 +101,13 @@ async def running_prometheus(targets: Sequence[str]) -> AsyncIterator[Prometheus
             yield Prometheus(url)
 
 
-def _configuration(targets: Sequence[str]) -> dict[str, Any]:
+def _write_configuration(folder: Path, targets: Sequence[str]) -> Path:
     every = f"{SCRAPE_SECONDS}s"
-    return {
+    configuration = {
         "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
         "rule_files": [str(RULES)],
         "scrape_configs": [{"job_name": "sluice", "static_configs": [{"targets": list(targets)}]}],
     }
+    path = folder / "prometheus.yml"
+    path.write_text(yaml.safe_dump(configuration))
+    return path

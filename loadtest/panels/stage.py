@@ -13,7 +13,7 @@ from loadtest.panels.traffic import Scale, Traffic
 from loadtest.panels.truth import Truth
 from server.bench.client import Client
 from server.bench.load import model_of
-from server.bench.process import free_port, own_server
+from server.bench.process import free_ports, own_server
 
 SETTLE_SECONDS = 0.3  # until the engine has reported the last request's end
 SCRAPE_TIMEOUT = 30.0
@@ -58,7 +58,7 @@ async def staged(scale: Scale, servers: int, show: Callable[[str], None]) -> Asy
     show: told what goes on.
     Raises BenchError or PrometheusError where something cannot be started or does not answer as it should.
     """
-    ports = [free_port() for _ in range(servers)]
+    ports = free_ports(servers)
     instances = [f"127.0.0.1:{port}" for port in ports]
     # Prometheus starts first, as its first scrape comes five seconds later, and ends first, as a server waits a while
     # for those who hold a connection to it.

@@ -143,11 +143,18 @@ async def _check_alive(process: asyncio.subprocess.Process, log: IO[bytes]) -> N
         raise BenchError(f"the server died (exit status {process.returncode}):\n{_tail(log)}")
 
 
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine that nobody listens on now."""
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One of them."""
+    return free_ports(1)[0]
 
 
 def _tail(log: IO[bytes]) -> str:

@@ -115,12 +115,13 @@ def _served(model: PreTrainedModel, sequences: list[list[int]], backend: str, se
     """[T, V] log-probabilities of each sequence through the runner, in double precision on the CPU."""
     runner = ModelRunner(model, backend, BLOCK_SIZE)
     blocks_each = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
-    num_blocks = 1 + sum(blocks_each) + 3
+    groups = len(runner.layout.groups)
+    num_blocks = 1 + groups * sum(blocks_each) + 3
     runner.allocate(num_blocks)
     runner.pool.fill_(float("nan"))
     blocks = list(range(1, num_blocks))
     random.Random(seed).shuffle(blocks)
-    tables = [[blocks.pop() for _ in range(count)] for count in blocks_each]
+    tables = [[[blocks.pop() for _ in range(count)] for count in blocks_each] for _ in range(groups)]
     result = [torch.full((len(tokens), VOCAB), float("nan"), dtype=torch.float64) for tokens in sequences]
     for plan, places in plans(sequences, tables):
         scores = runner.run(plan).scores
@@ -131,17 +132,20 @@ def _served(model: PreTrainedModel, sequences: list[list[int]], backend: str, se
 
 
 def plans(
-    sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]
+    sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[Sequence[int]]]
 ) -> Iterator[tuple[StepPlan, list[tuple[int, int]]]]:
-    """The steps of `CHUNKS`, each scoring every token it computes, with the (sequence, position) of each score."""
+    """The steps of `CHUNKS`, each scoring every token it computes, with the (sequence, position) of each score.
+
+    tables: for each group of layers a block table for each sequence.
+    """
     done = [0] * len(sequences)
     for step, chunks in enumerate(CHUNKS):
         members = [b for b, chunk in enumerate(chunks) if chunk]
         places = [(b, p) for b in members for p in range(done[b], done[b] + chunks[b])]
         for b in members:
             done[b] += chunks[b]
-        width = max(len(tables[b]) for b in members)
-        rows = [[*tables[b], *[0] * (width - len(tables[b]))] for b in members]
+        width = max(len(tables[0][b]) for b in members)
+        rows = [[[*group[b], *[0] * (width - len(group[b]))] for b in members] for group in tables]
         ends = np.cumsum([chunks[b] for b in members])
         total = len(places)
         yield (
@@ -150,7 +154,8 @@ def plans(
                 input_ids=np.array([sequences[b][p] for b, p in places], dtype=np.int64),
                 positions=np.array([p for _, p in places], dtype=np.int64),
                 slots=np.array(
-                    [tables[b][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for b, p in places], dtype=np.int64
+                    [[group[b][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for b, p in places] for group in tables],
+                    dtype=np.int64,
                 ),
                 query_starts=np.concatenate([[0], ends]).astype(np.int32),
                 context_lens=np.array([done[b] for b in members], dtype=np.int32),

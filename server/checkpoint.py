@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from server.config import EMBEDDED_MODEL
-from server.kvpool.sizing import ELEMENT_BYTES
+from server.kvpool.layout import CACHE_DTYPES
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}  # those that loading converts to the dtype asked for
 
@@ -154,7 +154,7 @@ def _stored(directory: Path | None, dtype: str) -> Weights | None:
         for tensor in _header(file).values():
             count, (start, end) = math.prod(tensor["shape"]), tensor["data_offsets"]
             parameters += count
-            nbytes += count * ELEMENT_BYTES[dtype] if tensor["dtype"] in _FLOATS else end - start
+            nbytes += count * CACHE_DTYPES[dtype].element_bytes if tensor["dtype"] in _FLOATS else end - start
     return Weights(nbytes, parameters, "the safetensors files")
 
 

@@ -211,6 +211,32 @@ class ServeSettings(BaseSettings):
         ge=1,
     )
     block_size: int = _option("Device and memory", 16, "tokens a cache block holds", ge=1, le=1024)
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = _option(
+        "Device and memory",
+        "auto",
+        "how the cache stores numbers; auto is the model's own type, int8 and fp8 take about a quarter of float32",
+    )
+    kv_policy: Literal["none", "h2o", "window"] = _option(
+        "Device and memory",
+        "none",
+        "what a request with a kv_budget keeps of its cache: the most attended tokens (h2o) or the newest (window)",
+    )
+    kv_budget: int | None = _option(
+        "Device and memory",
+        None,
+        "most tokens that a request keeps in the cache, for those that ask for none or for more; needs --kv-policy",
+        shown="no limit",
+        ge=1,
+        le=2**30,
+    )
+    kv_host_memory: Size = _option(
+        "Device and memory",
+        0,
+        "main memory that takes cached blocks which the pool gives up, as 8GiB, until they are wanted again",
+        shown="none",
+        expects="a size such as 512MiB or 8GiB",
+        ge=0,
+    )
     enable_prefix_caching: bool = _option(
         "Device and memory", True, "keep the cache of finished requests for prompts that begin the same"
     )
@@ -362,6 +388,9 @@ class ServeSettings(BaseSettings):
         le=86400,
         allow_inf_nan=False,
     )
+    debug_endpoints: bool = _option(
+        "Server", False, "answer /debug/kv, which shows who holds which blocks of the cache"
+    )
     metrics_compat: Literal["none", "vllm"] = _option(
         "Metrics", "none", "whose names /metrics has too, for dashboards, routers and autoscalers that know only those"
     )
@@ -411,6 +440,16 @@ class ServeSettings(BaseSettings):
         if self.kv_bytes is not None and self.kv_blocks is not None:
             raise PydanticCustomError(
                 "together", "--kv-bytes and --kv-blocks both fix the size of the cache: give one of them"
+            )
+        if self.kv_budget is not None and self.kv_policy == "none":
+            raise PydanticCustomError(
+                "together", "--kv-budget says how much of the cache a request keeps, --kv-policy which part: give both"
+            )
+        if self.kv_host_memory and not self.enable_prefix_caching:
+            raise PydanticCustomError(
+                "together",
+                "--kv-host-memory keeps blocks of the prefix cache, which --no-enable-prefix-caching turns off: "
+                "give one of them",
             )
         tokens = self.max_num_batched_tokens
         if tokens is not None and tokens < (least := (self.max_num_seqs or 1) + self.block_size):

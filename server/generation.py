@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, Protocol
 
-from server.step import Constraint, SamplingParams, TokenLogprobs
+from server.step import Constraint, EvictionPolicy, SamplingParams, TokenLogprobs
 
 
 class Ending(Protocol):
@@ -30,6 +30,7 @@ class GenerationRequest:
     priority: lower runs earlier; equal ones run in order of arrival.
     cache_salt: prefixes are shared only between requests of the same salt.
     read_cache: whether blocks that other requests computed may be used; without, siblings compute the prompt each.
+    kv_budget: most tokens of it that stay in the cache, None for all; kv_policy says which.
     constraint: the grammar that the output follows; each sequence has its own.
     ending: tells where else the text is complete, once it has `min_tokens`; each sequence has its own.
     shown_special_ids: special tokens that stand in the text although `skip_special_tokens`.
@@ -53,6 +54,8 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     read_cache: bool = True
+    kv_budget: int | None = None
+    kv_policy: EvictionPolicy = "h2o"
     constraint: Constraint | None = None
     ending: Ending | None = None
     shown_special_ids: frozenset[int] = frozenset()

@@ -39,6 +39,21 @@ class StepReport:
     detokenize_seconds: float
 
 
+EVICTION_CAUSES = ("prefix_lru", "sliding_window", "h2o", "window")
+"""Why a block is given up: new content needs it, the model's windows have passed it, a budget's policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """The blocks of host memory. Totals since the start: saved to it, loaded from it, given up there for others."""
+
+    capacity_blocks: int
+    used_blocks: int
+    saved_blocks: int
+    loaded_blocks: int
+    evicted_blocks: int
+
+
 @dataclass(frozen=True, slots=True)
 class PoolReport:
     """The scheduler and its pool as they are now. `used + cached + free` blocks are the capacity.
@@ -49,6 +64,9 @@ class PoolReport:
     unused_slots: slots for tokens in used blocks that hold none yet.
     evicted_blocks, preemptions, queried_tokens, hit_tokens: totals since the start, None where there is nothing new;
         prefix-cache look-ups and hits are counted in prompt tokens.
+    evicted_by: blocks given up since the start, by which of EVICTION_CAUSES.
+    kept_tokens, dropped_tokens: of sequences with a budget, at each compaction since the start, by policy.
+    host: None without host memory.
     """
 
     running: int
@@ -62,6 +80,10 @@ class PoolReport:
     preemptions: int | None = None
     queried_tokens: int | None = None
     hit_tokens: int | None = None
+    evicted_by: Mapping[str, int] = field(default_factory=dict)
+    kept_tokens: Mapping[str, int] = field(default_factory=dict)
+    dropped_tokens: Mapping[str, int] = field(default_factory=dict)
+    host: HostReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -92,14 +92,38 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+EvictionPolicy: TypeAlias = Literal["h2o", "window"]
+"""What a sequence with a budget keeps of its cache: beside its first and its newest tokens those that had the most
+attention (H2O, arXiv:2306.14048), or those two alone (StreamingLLM, arXiv:2309.17453)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compaction:
+    """A sequence that gives tokens of its cache up, in every layer and KV head as many, though not the same.
+
+    What stays is moved, in order, to the first `keep` places of its block table; the blocks behind them are free.
+
+    block_table: int32 [n], all blocks it had before. length: tokens in them.
+    keep: tokens that stay: the first `sinks`, the last `recent`, and between them those that `policy` chooses.
+    """
+
+    block_table: Int32Array
+    length: int
+    keep: int
+    sinks: int
+    recent: int
+    policy: EvictionPolicy
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass: B sequences with T tokens in all, packed without padding.
+    """One forward pass: B sequences with T tokens in all, packed without padding, over G groups of layers.
 
-    input_ids, positions, slots: [T]. A slot is `block * block_size + offset`; each names where the token's K and V go.
+    input_ids, positions: [T]. Positions are those of the text, whatever the cache still holds of it.
+    slots: [G, T]. A slot is `block * block_size + offset`; each names where the token's K and V go in a group's layers.
     query_starts: [B + 1], sequence b owns the packed tokens `query_starts[b]:query_starts[b + 1]`, at least one.
     context_lens: [B], tokens of the sequence in the pool once this step's own are written.
-    block_tables: [B, widest], rows padded with the trash block 0.
+    block_tables: [G, B, widest], rows padded with the trash block 0, which also stands for blocks out of sight.
     logit_indices: [S + P], packed tokens whose logits are needed: first one for each of the S samples, then P scored
         prompt positions.
     sample_rows: [S], the sequence (index into B) each sample belongs to.
@@ -110,6 +134,12 @@ class StepPlan:
     score_tops: [P], how many of the most likely tokens to report there.
     score_rows: [P], the sequence each scored position belongs to, ascending.
     num_decodes: how many sequences, the first ones, compute only their newest token; the others compute prompt.
+    observed: bool [B], sequences whose attention is added to the scores of what they see; None when there are none.
+
+    Before the pass, in this order:
+    saves: blocks to copy to host memory, as (block of the pool, block of the host).
+    loads: blocks to copy back, as (block of the host, block of the pool).
+    compactions: what sequences of this step give up.
     """
 
     step: int
@@ -129,6 +159,10 @@ class StepPlan:
     score_rows: Int32Array
     num_decodes: int = 0
     constraints: tuple[Constraint | None, ...] = ()
+    observed: npt.NDArray[np.bool_] | None = None
+    saves: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, int], ...] = ()
+    compactions: tuple[Compaction, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -147,6 +181,7 @@ class StepResult:
     logprobs: [S], None where the sample asked for none.
     scores: [P], the scored prompt positions in the plan's order.
     forward_seconds, sample_seconds: time spent in the model and in the sampler.
+    copy_seconds, compaction_seconds: time spent before the pass on copies from and to host memory, and on compactions.
     """
 
     token_ids: Int64Array
@@ -154,6 +189,8 @@ class StepResult:
     scores: tuple[TokenLogprobs, ...]
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+    copy_seconds: float = 0.0
+    compaction_seconds: float = 0.0
 
 
 class ConstraintFailed(Exception):

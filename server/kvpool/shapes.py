@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from server.kvpool.layout import AttentionKind, CacheLayout, LayerLayout, attention_kind
+from server.kvpool.layout import (
+    EVERYTHING,
+    AttentionKind,
+    CacheDtype,
+    CacheLayout,
+    LayerLayout,
+    Visibility,
+    attention_kind,
+)
 
 Config: TypeAlias = Mapping[str, Any]
 
@@ -45,14 +53,14 @@ class UnknownShape(ValueError):
 class LayerShape:
     """One layer of attention: `heads` query heads, keys of `key_dim` and values of `value_dim` for each of them.
 
-    layout: what is stored. window: how many tokens back the layer looks, None for all.
+    layout: what is stored. visibility: how far back the layer looks.
     """
 
     heads: int
     key_dim: int
     value_dim: int
     layout: LayerLayout
-    window: int | None = None
+    visibility: Visibility = EVERYTHING
 
     def sharing(self, kv_heads: int) -> LayerShape:
         """The same layer if it stored `kv_heads` heads, each shared by as many query heads."""
@@ -74,8 +82,9 @@ class ModelShape:
     max_length: int | None = None
     dtype: str | None = None
 
-    def layout(self, element_bytes: int, block_size: int) -> CacheLayout:
-        return CacheLayout(tuple(layer.layout for layer in self.layers), element_bytes, block_size)
+    def layout(self, dtype: CacheDtype, block_size: int, scored: bool = False) -> CacheLayout:
+        layouts, visibilities = zip(*((layer.layout, layer.visibility) for layer in self.layers), strict=True)
+        return CacheLayout(layouts, dtype, block_size, visibilities, scored)
 
     def sharing(self, kv_heads: int | None) -> ModelShape:
         """The same model with `kv_heads` stored heads in each layer; None is multi-head, one for each query head."""
@@ -139,7 +148,7 @@ def _layer_types(config: Config, model_type: str) -> Sequence[str]:
 def _layer(config: Config, model_type: str, index: int, layer_type: str) -> LayerShape:
     own = _of_type(config, layer_type)
     heads = _positive(_at(_first(own, _HEADS), index), "/".join(_HEADS[:3]))
-    window = _positive(own.get(name), name) if (name := _WINDOWED.get(layer_type)) else None
+    visibility = _visibility(own, layer_type)
     if config.get("kv_lora_rank"):
         rope = _positive(config.get("qk_rope_head_dim"), "qk_rope_head_dim")
         latent = _positive(config["kv_lora_rank"], "kv_lora_rank")
@@ -147,8 +156,8 @@ def _layer(config: Config, model_type: str, index: int, layer_type: str) -> Laye
             heads,
             _positive(config.get("qk_nope_head_dim"), "qk_nope_head_dim") + rope,
             _positive(config.get("v_head_dim"), "v_head_dim"),
-            LayerLayout(AttentionKind.MLA, 1, latent + rope, 0),
-            window,
+            LayerLayout(AttentionKind.MLA, 1, latent + rope, 0, rope),
+            visibility,
         )
     key_dim = _first(own, _HEAD_DIM)
     if key_dim is None:
@@ -162,7 +171,15 @@ def _layer(config: Config, model_type: str, index: int, layer_type: str) -> Laye
         raise UnknownShape(f"{heads} query heads cannot share {kv_heads} KV heads evenly")
     value_dim = _positive(own.get("v_head_dim") or key_dim, "v_head_dim")
     layout = LayerLayout(attention_kind(heads, kv_heads), kv_heads, key_dim, value_dim)
-    return LayerShape(heads, key_dim, value_dim, layout, window)
+    return LayerShape(heads, key_dim, value_dim, layout, visibility)
+
+
+def _visibility(config: Config, layer_type: str) -> Visibility:
+    name = _WINDOWED.get(layer_type)
+    if name is None:
+        return EVERYTHING
+    limit = _positive(config.get(name), name)
+    return Visibility(chunk=limit) if layer_type == "chunked_attention" else Visibility(window=limit)
 
 
 def _of_type(config: Config, layer_type: str) -> Config:

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from server.kvpool.layout import CacheLayout
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 def usable_blocks(layout: CacheLayout, nbytes: int) -> int:
     """Blocks for sequences in a pool of `nbytes`: one block is the trash block and holds no sequence."""
@@ -16,8 +14,8 @@ def usable_blocks(layout: CacheLayout, nbytes: int) -> int:
 
 
 def tokens_that_fit(layout: CacheLayout, nbytes: int) -> int:
-    """Most tokens that a pool of `nbytes` holds, every block full."""
-    return usable_blocks(layout, nbytes) * layout.block_size
+    """Most tokens that a pool of `nbytes` holds, every block full, where all layers see all of them."""
+    return usable_blocks(layout, nbytes) // len(layout.groups) * layout.block_size
 
 
 def sequences_that_fit(layout: CacheLayout, nbytes: int, length: int) -> int:

@@ -8,7 +8,7 @@ on the calling thread: the probe records them, `PagedAttention` serves them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -121,21 +121,23 @@ AttentionInterface.register(IMPLEMENTATION, _hook)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    """A probed layer: its spec, the geometry every call must have, the backend that computes it, and what its queries
-    are scaled by beforehand."""
+    """A probed layer: its spec, the geometry every call must have, the backend that computes it, what its queries are
+    scaled by beforehand, and whose block tables it reads."""
 
     spec: LayerSpec
     geometry: tuple[object, ...]
     backend: AttentionBackend
     temperature: Temperature | None
+    group: int
 
 
 class PagedAttention:
     """Writes a step's keys and values to the pool and attends through the layer's backend."""
 
-    def __init__(self, layers: Mapping[nn.Module, Layer], step: StepMetadata) -> None:
+    def __init__(self, layers: Mapping[nn.Module, Layer], steps: Sequence[StepMetadata]) -> None:
+        """steps: the step as each table group sees it."""
         self._layers = layers
-        self._step = step
+        self._steps = steps
 
     def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
         layer = self._layers[module]
@@ -144,10 +146,10 @@ class PagedAttention:
                 f"layer {layer.spec.layer_idx} changed its attention after the probe: "
                 f"{call.geometry} is not {layer.geometry}"
             )
-        step, temperature = self._step, layer.temperature
-        step.pool.write(layer.spec.layer_idx, step.slots, call.key, call.value)
+        step, temperature = self._steps[layer.group], layer.temperature
+        key, value = step.pool.write(layer.spec.layer_idx, step.slots, call.key, call.value)
         query = call.query.transpose(0, 1)
         if temperature is not None:
             factors = step.once(temperature, lambda: temperature.factors(step.positions)[:, None, None])
             query = (query * factors).to(query.dtype)
-        return layer.backend.attend(query, call.key, call.value, call.sink, layer.spec, step)
+        return layer.backend.attend(query, key, value, call.sink, layer.spec, step)

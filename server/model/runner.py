@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from server.kvpool.layout import CacheLayout
+from server.kvpool.layout import CACHE_DTYPES, CacheLayout
 from server.kvpool.tensors import KVTensors
 from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
@@ -71,13 +71,20 @@ class ModelRunner:
         backends = select_backends(backend, self.specs, self.device)
         self.backends = tuple(backend.name for backend in backends)
         self._dtype = probed[0].dtype
-        self.layout: CacheLayout = cache_layout(self.specs, self._dtype.itemsize, block_size)
+        self.layout: CacheLayout = cache_layout(self.specs, CACHE_DTYPES[_name(self._dtype)], block_size)
 
         pin_rope(model, self.max_model_len)
         ids = probe_tokens(model.config, _CHECKED_TOKENS)
         expected = self._unpaged_logits(ids)
+        group_of = {layer: index for index, group in enumerate(self.layout.groups) for layer in group.layers}
         self._layers: dict[nn.Module, Layer] = {
-            layer.module: Layer(layer.spec, layer.geometry, backend, take_over_temperature(layer.module))
+            layer.module: Layer(
+                layer.spec,
+                layer.geometry,
+                backend,
+                take_over_temperature(layer.module),
+                group_of[layer.spec.layer_idx],
+            )
             for layer, backend in zip(probed, backends, strict=True)
         }
         check_numbers(
@@ -99,7 +106,7 @@ class ModelRunner:
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block."""
-        self.pool = KVTensors(self.layout.layers, num_blocks, self.block_size, self._dtype, self.device)
+        self.pool = KVTensors(self.layout, num_blocks, self._dtype, self.device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -135,7 +142,8 @@ class ModelRunner:
         """
         if self.device.type != "cuda":
             return self._estimate_step(max_tokens, logit_rows)
-        plan = worst_step(max_tokens, max_seqs, logit_rows, self.max_model_len, self.block_size)
+        groups = len(self.layout.groups)
+        plan = worst_step(max_tokens, max_seqs, logit_rows, self.max_model_len, self.block_size, groups)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -171,18 +179,24 @@ class ModelRunner:
             host = host.pin_memory()
         packed = host.to(self.device, non_blocking=True)
         input_ids, positions, slots, rows, context_lens, tables = packed.split([part.size for part in parts])
-        step = StepMetadata(
-            pool=self.pool,
-            slots=slots,
-            positions=positions,
-            context_lens=context_lens,
-            block_tables=tables.view(plan.block_tables.shape),
-            query_starts=plan.query_starts,
-            host_context_lens=plan.context_lens,
-            host_block_tables=plan.block_tables,
-        )
+        steps = [
+            StepMetadata(
+                pool=self.pool,
+                slots=group_slots,
+                positions=positions,
+                context_lens=context_lens,
+                block_tables=group_tables,
+                query_starts=plan.query_starts,
+                host_context_lens=plan.context_lens,
+                host_block_tables=host_tables,
+                observed=plan.observed,
+            )
+            for group_slots, group_tables, host_tables in zip(
+                slots.view(plan.slots.shape), tables.view(plan.block_tables.shape), plan.block_tables, strict=True
+            )
+        ]
         inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False}
-        with attending(PagedAttention(self._layers, step)):
+        with attending(PagedAttention(self._layers, steps)):
             if self._keeps_logits:
                 logits: Tensor = self.model(**inputs, logits_to_keep=rows).logits
                 return logits[0]
@@ -203,14 +217,17 @@ class ModelRunner:
     def _chunked_logits(self, ids: Tensor, neighbour: int | None) -> Tensor:
         """Logits [n, V] of the tokens `ids`, computed chunk by chunk in a small pool full of NaN, after one token at
         position `neighbour` of another sequence in each pack."""
-        num_blocks = self.layout.blocks_for(len(ids))
-        self.allocate(num_blocks + 2)
+        groups = len(self.layout.groups)
+        width = -(-len(ids) // self.block_size)
+        self.allocate(1 + groups * (width + 1))
         self.pool.fill_(float("nan"))
-        table = list(range(num_blocks + 1, 1, -1))
+        blocks = list(range(groups * (width + 1), 0, -1))
+        theirs = [[blocks.pop()] for _ in range(groups)]
+        tables = [blocks[group::groups] for group in range(groups)]
         logits, start = [], 0
         for size in _CHECKED_CHUNKS:
-            chunk = (ids[start : start + size].tolist(), start, table)
-            others = [] if neighbour is None else [([int(ids[0])], 0, [1])]
+            chunk = (ids[start : start + size].tolist(), start, tables)
+            others = [] if neighbour is None else [([int(ids[0])], 0, theirs)]
             plan = pack([*others, chunk], self.block_size, first_position=neighbour)
             logits.append(self.compute_logits(plan)[len(others) :])
             start += size
@@ -220,6 +237,10 @@ class ModelRunner:
 def _promised_len(model: PreTrainedModel) -> int:
     promised = getattr(model.config, "max_position_embeddings", None)
     return promised if isinstance(promised, int) and promised > 0 else 4096
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Clock:

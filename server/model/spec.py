@@ -5,32 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.kvpool.layout import CacheLayout, LayerLayout, attention_kind
+from server.kvpool.layout import CacheDtype, CacheLayout, LayerLayout, Visibility, attention_kind
 from server.model.errors import ModelLoadError
 
 
 class UnsupportedModel(ModelLoadError):
     """The model loads, but could only be served wrongly. The message says in one sentence why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Visibility:
-    """Which earlier keys a query may see: those less than `window` back, those in its own span of `chunk` positions.
-
-    Keys and queries are counted by their index in the sequence's cache; None sets no limit.
-    """
-
-    window: int | None = None
-    chunk: int | None = None
-
-    def first(self, query: int) -> int:
-        """Index of the first key that the query at index `query` sees; it sees all from there up to itself."""
-        start = 0
-        if self.window is not None:
-            start = max(start, query - self.window + 1)
-        if self.chunk is not None:
-            start = max(start, query - query % self.chunk)
-        return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +46,8 @@ class LayerSpec:
         return LayerLayout(kind, self.num_kv_heads, self.key_dim, self.value_dim)
 
 
-def cache_layout(specs: Sequence[LayerSpec], element_bytes: int, block_size: int) -> CacheLayout:
+def cache_layout(specs: Sequence[LayerSpec], dtype: CacheDtype, block_size: int, scored: bool = False) -> CacheLayout:
     """The cache of a model with these layers."""
-    return CacheLayout(tuple(spec.layout for spec in specs), element_bytes, block_size)
+    return CacheLayout(
+        tuple(spec.layout for spec in specs), dtype, block_size, tuple(spec.visibility for spec in specs), scored
+    )

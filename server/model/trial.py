@@ -8,8 +8,8 @@ import numpy as np
 
 from server.step import History, SamplingParams, StepPlan
 
-# Token ids, cache index of the first of them, block table.
-Chunk = tuple[Sequence[int], int, Sequence[int]]
+# Token ids, cache index of the first of them, block table for each group of layers.
+Chunk = tuple[Sequence[int], int, Sequence[Sequence[int]]]
 
 
 def pack(chunks: Sequence[Chunk], block_size: int, *, first_position: int | None = None) -> StepPlan:
@@ -17,16 +17,17 @@ def pack(chunks: Sequence[Chunk], block_size: int, *, first_position: int | None
 
     first_position: position of the first chunk's first token, where it is not its cache index.
     """
-    widest = max(len(table) for _, _, table in chunks)
-    tables = np.zeros((len(chunks), widest), dtype=np.int32)
+    widest = max(len(table) for _, _, of_groups in chunks for table in of_groups)
+    tables = np.zeros((len(chunks[0][2]), len(chunks), widest), dtype=np.int32)
     ids: list[int] = []
     indices, slots = [], []
-    for row, (tokens, start, table) in enumerate(chunks):
-        tables[row, : len(table)] = table
+    for row, (tokens, start, of_groups) in enumerate(chunks):
+        for group, table in enumerate(of_groups):
+            tables[group, row, : len(table)] = table
         index = np.arange(start, start + len(tokens))
         ids += tokens
         indices.append(index)
-        slots.append(tables[row, index // block_size].astype(np.int64) * block_size + index % block_size)
+        slots.append(tables[:, row, index // block_size].astype(np.int64) * block_size + index % block_size)
     positions = np.concatenate(indices)
     if first_position is not None:
         positions[: len(chunks[0][0])] += first_position - chunks[0][1]
@@ -36,7 +37,7 @@ def pack(chunks: Sequence[Chunk], block_size: int, *, first_position: int | None
         step=0,
         input_ids=np.array(ids, dtype=np.int64),
         positions=positions,
-        slots=np.concatenate(slots),
+        slots=np.concatenate(slots, axis=1),
         query_starts=np.cumsum([0, *lengths], dtype=np.int32),
         context_lens=np.array([start + len(tokens) for tokens, start, _ in chunks], dtype=np.int32),
         block_tables=tables,
@@ -51,7 +52,9 @@ def pack(chunks: Sequence[Chunk], block_size: int, *, first_position: int | None
     )
 
 
-def worst_step(max_tokens: int, max_seqs: int, logit_rows: int, max_model_len: int, block_size: int) -> StepPlan:
+def worst_step(
+    max_tokens: int, max_seqs: int, logit_rows: int, max_model_len: int, block_size: int, num_groups: int
+) -> StepPlan:
     """The step that takes the most memory within these limits. All its keys and values go to the trash block.
 
     As few sequences as possible, the last ones, compute prompt up to the longest context; the others decode. All
@@ -75,10 +78,10 @@ def worst_step(max_tokens: int, max_seqs: int, logit_rows: int, max_model_len: i
         step=0,
         input_ids=np.zeros(len(positions), dtype=np.int64),
         positions=positions,
-        slots=positions % block_size,
+        slots=np.tile(positions % block_size, (num_groups, 1)),
         query_starts=starts.astype(np.int32),
         context_lens=contexts.astype(np.int32),
-        block_tables=np.zeros((len(lengths), -(-int(contexts.max()) // block_size)), dtype=np.int32),
+        block_tables=np.zeros((num_groups, len(lengths), -(-int(contexts.max()) // block_size)), dtype=np.int32),
         logit_indices=np.concatenate((starts[1 : num_samples + 1] - 1, np.arange(num_scores))),
         sample_rows=np.arange(num_samples, dtype=np.int32),
         out_indices=np.zeros(num_samples, dtype=np.int64),

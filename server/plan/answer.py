@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.checkpoint import Weights
-from server.kvpool.layout import AttentionKind
+from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheDtype
 from server.kvpool.shapes import LayerShape, ModelShape
 from server.kvpool.sizing import (
-    ELEMENT_BYTES,
     paged,
     reserve_maximum,
     sequences_that_fit,
@@ -109,7 +108,7 @@ class Question:
 
 def make_plan(name: str, shape: ModelShape, weights: Weights, dtype: str, ask: Question) -> Plan:
     """Work out everything. Raises PlanError where a length does not fit the model."""
-    layout = shape.layout(ELEMENT_BYTES[dtype], ask.block_size)
+    layout = shape.layout(CACHE_DTYPES[dtype], ask.block_size)
     max_length = ask.max_length or shape.max_length
     if max_length is not None and (longest := max((*ask.seq_lens, *ask.lengths), default=0)) > max_length:
         raise PlanError(f"{longest:,} tokens are more than the model's {max_length:,}: raise --max-model-len")
@@ -123,7 +122,7 @@ def make_plan(name: str, shape: ModelShape, weights: Weights, dtype: str, ask: Q
         dtype=dtype,
         max_length=max_length,
         block_size=ask.block_size,
-        layers=_groups(shape, ELEMENT_BYTES[dtype]),
+        layers=_groups(shape, CACHE_DTYPES[dtype]),
         bytes_per_token=layout.bytes_per_token,
         bytes_per_block=layout.bytes_per_block,
         memory_bytes=ask.memory_bytes,
@@ -138,14 +137,14 @@ def make_plan(name: str, shape: ModelShape, weights: Weights, dtype: str, ask: Q
             Fit(length, length * layout.bytes_per_token, sequences_that_fit(layout, cache_bytes, length))
             for length in sorted(set(seq_lens))
         ),
-        sharing=_sharing(shape, ELEMENT_BYTES[dtype], ask.block_size, cache_bytes),
+        sharing=_sharing(shape, CACHE_DTYPES[dtype], ask.block_size, cache_bytes),
         lengths=ask.lengths,
         waste=_waste(shape, dtype, ask, max_length, cache_bytes) if ask.lengths else (),
-        notes=_notes(shape, weights, ask, ELEMENT_BYTES[dtype]),
+        notes=_notes(shape, weights, ask, CACHE_DTYPES[dtype]),
     )
 
 
-def _groups(shape: ModelShape, element_bytes: int) -> tuple[LayerGroup, ...]:
+def _groups(shape: ModelShape, cache_dtype: CacheDtype) -> tuple[LayerGroup, ...]:
     return tuple(
         LayerGroup(
             layers=count,
@@ -154,21 +153,21 @@ def _groups(shape: ModelShape, element_bytes: int) -> tuple[LayerGroup, ...]:
             kv_heads=layer.layout.kv_heads,
             key_dim=layer.layout.key_dim,
             value_dim=layer.layout.value_dim,
-            window=layer.window,
-            bytes_per_token=layer.layout.elements_per_token * element_bytes,
+            window=layer.visibility.reach,
+            bytes_per_token=layer.layout.bytes_per_token(cache_dtype),
         )
         for layer, count in Counter(shape.layers).items()
     )
 
 
-def _sharing(shape: ModelShape, element_bytes: int, block_size: int, nbytes: int) -> tuple[Sharing, ...]:
+def _sharing(shape: ModelShape, cache_dtype: CacheDtype, block_size: int, nbytes: int) -> tuple[Sharing, ...]:
     """The model as it is among the other ways to share its heads, from most cache to least."""
     first = shape.layers[0]
     variants = [shape, shape.sharing(None), shape.sharing(1)]
     group = max((size for size in range(2, 9) if first.heads % size == 0 and size < first.heads), default=None)
     if group is not None and first.layout.kind is not AttentionKind.GQA and _is_uniform(shape):
         variants.append(shape.sharing(group))
-    layouts = {variant.layers: variant.layout(element_bytes, block_size) for variant in variants}
+    layouts = {variant.layers: variant.layout(cache_dtype, block_size) for variant in variants}
     rows = [
         Sharing(
             kind="/".join(sorted({layer.layout.kind.value for layer in layers})),
@@ -189,7 +188,7 @@ def _is_uniform(shape: ModelShape) -> bool:
 def _waste(shape: ModelShape, dtype: str, ask: Question, max_length: int | None, nbytes: int) -> tuple[Waste, ...]:
     if max_length is None:
         raise PlanError("the config does not say how long a sequence may be: give --max-model-len")
-    layout = shape.layout(ELEMENT_BYTES[dtype], ask.block_size)
+    layout = shape.layout(CACHE_DTYPES[dtype], ask.block_size)
     allocators = {
         f"reserve {max_length:,} tokens each": reserve_maximum(layout, ask.lengths, max_length, nbytes),
         f"paged, blocks of {ask.block_size}": paged(layout, ask.lengths, nbytes),
@@ -200,18 +199,18 @@ def _waste(shape: ModelShape, dtype: str, ask: Question, max_length: int | None,
     )
 
 
-def _notes(shape: ModelShape, weights: Weights, ask: Question, element_bytes: int) -> tuple[str, ...]:
+def _notes(shape: ModelShape, weights: Weights, ask: Question, cache_dtype: CacheDtype) -> tuple[str, ...]:
     notes = []
     if weights.nbytes >= ask.memory_bytes:
         notes.append("the weights alone do not fit the memory")
-    windowed = [layer for layer in shape.layers if layer.window is not None]
+    windowed = [layer for layer in shape.layers if layer.visibility.reach is not None]
     if windowed:
         notes.append(
             f"{len(windowed)} of {len(shape.layers)} layers look back {_span(windowed)} tokens only; "
             "the pool keeps the whole context for them too"
         )
     if any(layer.layout.kind is AttentionKind.MLA for layer in shape.layers):
-        expanded = shape.sharing(None).layout(element_bytes, ask.block_size).bytes_per_token
+        expanded = shape.sharing(None).layout(cache_dtype, ask.block_size).bytes_per_token
         notes.append(f"latent attention is served in its expanded form as yet, which takes {expanded:,} B a token")
     if shape.uncached_layers:
         notes.append(
@@ -222,4 +221,4 @@ def _notes(shape: ModelShape, weights: Weights, ask: Question, element_bytes: in
 
 
 def _span(layers: Sequence[LayerShape]) -> str:
-    return " or ".join(f"{window:,}" for window in sorted({layer.window or 0 for layer in layers}))
+    return " or ".join(f"{window:,}" for window in sorted({layer.visibility.reach or 0 for layer in layers}))

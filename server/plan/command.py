@@ -12,8 +12,8 @@ from pathlib import Path
 
 from server.checkpoint import UnknownCheckpoint, Weights, count_weights, find_checkpoint
 from server.config import EMBEDDED_MODEL, parse_size
+from server.kvpool.layout import WEIGHT_DTYPES
 from server.kvpool.shapes import UnknownShape, read_shape
-from server.kvpool.sizing import ELEMENT_BYTES
 from server.plan.answer import PlanError, Question, make_plan
 from server.plan.render import render
 
@@ -33,7 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--memory", type=_bytes, default="80GiB", metavar="SIZE", help="of the device (default: 80GiB)")
     parser.add_argument(
         "--dtype",
-        choices=("auto", *ELEMENT_BYTES),
+        choices=("auto", *WEIGHT_DTYPES),
         default="auto",
         help="of weights and cache (default: the checkpoint's, as on a GPU; a CPU serves float32)",
     )
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         shape = read_shape(checkpoint.config)
         dtype = args.dtype
         if dtype == "auto":
-            dtype = shape.dtype if shape.dtype in ELEMENT_BYTES else "bfloat16"
+            dtype = shape.dtype if shape.dtype in WEIGHT_DTYPES else "bfloat16"
         if args.weights_bytes is None:
             weights = count_weights(checkpoint, dtype)
         else:

@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from server.kvpool.layout import AttentionKind, CacheLayout, LayerLayout, attention_kind
+from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheLayout, LayerLayout, attention_kind
 from server.kvpool.shapes import read_shape
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[2] / "docs" / "configs"
 
 
-def uniform(layers: int, kv_heads: int, head_dim: int, element_bytes: int = 2, heads: int = 64) -> CacheLayout:
+DEEPSEEK_V3 = CacheLayout((LayerLayout(AttentionKind.MLA, 1, 576, 0, 64),) * 61, CACHE_DTYPES["bfloat16"], 16)
+
+
+def uniform(layers: int, kv_heads: int, head_dim: int, dtype: str = "bfloat16", heads: int = 64) -> CacheLayout:
     layer = LayerLayout(attention_kind(heads, kv_heads), kv_heads, head_dim, head_dim)
-    return CacheLayout((layer,) * layers, element_bytes, 16)
+    return CacheLayout((layer,) * layers, CACHE_DTYPES[dtype], 16)
 
 
 @pytest.mark.parametrize(
@@ -27,8 +30,12 @@ def uniform(layers: int, kv_heads: int, head_dim: int, element_bytes: int = 2, h
         pytest.param(uniform(32, 8, 128), 131_072, id="llama-3.1-8b"),
         pytest.param(uniform(46, 16, 128), 376_832, id="gemma-2-27b"),
         pytest.param(uniform(46, 32, 128), 753_664, id="gemma-2-27b multi-head"),
-        pytest.param(uniform(30, 3, 64, element_bytes=4), 46_080, id="smollm2-135m float32"),
-        pytest.param(CacheLayout((LayerLayout(AttentionKind.MLA, 1, 576, 0),) * 61, 2, 16), 70_272, id="deepseek-v3"),
+        pytest.param(uniform(30, 3, 64, dtype="float32"), 46_080, id="smollm2-135m float32"),
+        pytest.param(
+            CacheLayout((LayerLayout(AttentionKind.MLA, 1, 576, 0),) * 61, CACHE_DTYPES["bfloat16"], 16),
+            70_272,
+            id="deepseek-v3",
+        ),
     ],
 )
 def test_bytes_per_token(layout: CacheLayout, expected: int) -> None:
@@ -45,7 +52,7 @@ def test_llama_3_70b_sequences() -> None:
 
 def test_latent_is_a_seventy_first_of_the_expanded_cache() -> None:
     shape = read_shape(json.loads((CONFIGS / "deepseek-v3.json").read_text()))
-    latent, expanded = shape.layout(2, 16), shape.sharing(None).layout(2, 16)
+    latent, expanded = (variant.layout(CACHE_DTYPES["bfloat16"], 16) for variant in (shape, shape.sharing(None)))
     assert latent.bytes_per_token == 70_272
     assert expanded.bytes_per_token == 61 * 81_920
     assert expanded.bytes_per_token // latent.bytes_per_token == 71

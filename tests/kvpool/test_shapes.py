@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from server.kvpool.layout import AttentionKind
+from server.kvpool.layout import CACHE_DTYPES, AttentionKind
 from server.kvpool.shapes import UnknownShape, read_shape
 
 TINY: dict[str, Any] = {
@@ -47,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": WIDE,
     "qwen3_moe": {**WIDE, **MOE},
     "gemma": {**WIDE, "num_key_value_heads": 1},
-    "gemma2": {**WIDE, "num_hidden_layers": 4},
+    "gemma2": {**WIDE, "num_hidden_layers": 4, "sliding_window": 4096},
     "gemma3_text": {**WIDE, "num_hidden_layers": 7},
     "phi": GROUPED,
     "phi3": GROUPED,
@@ -118,7 +118,7 @@ def test_shape_is_what_the_server_finds_in_the_loaded_model(family: str) -> None
     shape = read_shape(given)
     if shape.layers[0].layout.kind is AttentionKind.MLA:
         shape = shape.sharing(None)
-    assert ModelRunner(model, "auto", 16).layout == shape.layout(4, 16)
+    assert ModelRunner(model, "auto", 16).layout == shape.layout(CACHE_DTYPES["float32"], 16)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "cohere2", "mistral", "gpt_oss", "qwen2", "llama4_text"])
@@ -131,17 +131,17 @@ def test_windows_are_those_of_the_layer_types(family: str) -> None:
     window = {"sliding_attention": 7, "chunked_attention": 5, "full_attention": None}
     types = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
     listed = {**given, "layer_types": types, "use_sliding_window": family != "qwen2"}
-    assert [layer.window for layer in read_shape(listed).layers] == [window[name] for name in types]
+    assert [layer.visibility.reach for layer in read_shape(listed).layers] == [window[name] for name in types]
     if family not in ("gpt_oss", "llama4_text"):  # these have always listed their layers, or never said by a pattern
         unlisted = {**given, "use_sliding_window": False} if family == "qwen2" else given
-        assert [layer.window for layer in read_shape(unlisted).layers] == [window[name] for name in types]
+        assert [layer.visibility.reach for layer in read_shape(unlisted).layers] == [window[name] for name in types]
 
 
 def test_upper_layers_slide_where_a_config_says_from_which_one_on() -> None:
     shape = read_shape(
         {**GROUPED, "num_hidden_layers": 4, "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}
     )
-    assert [layer.window for layer in shape.layers] == [None, None, None, 9]
+    assert [layer.visibility.window for layer in shape.layers] == [None, None, None, 9]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.kvpool.layout import AttentionKind, CacheLayout, LayerLayout
+from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheDtype, CacheLayout, LayerLayout
 from server.kvpool.sizing import paged, reserve_maximum, sequences_that_fit, tokens_that_fit, usable_blocks
 
 GIB = 2**30
-GEMMA_ALL_HEADS = CacheLayout((LayerLayout(AttentionKind.MHA, 32, 128, 128),) * 46, 2, 16)
+GEMMA_ALL_HEADS = CacheLayout((LayerLayout(AttentionKind.MHA, 32, 128, 128),) * 46, CACHE_DTYPES["bfloat16"], 16)
 
 layouts = st.builds(
     CacheLayout,
@@ -19,7 +19,7 @@ layouts = st.builds(
         min_size=1,
         max_size=4,
     ).map(tuple),
-    st.sampled_from([1, 2, 4]),
+    st.sampled_from(list(CACHE_DTYPES.values())),
     st.integers(1, 32),
 )
 
@@ -29,7 +29,7 @@ def test_gemma_2_27b_with_all_heads_cached_fills_80_gib_with_114_000_tokens() ->
 
 
 def test_32_sequences_of_llama_3_70b_need_80_gib_and_the_trash_block() -> None:
-    layout = CacheLayout((LayerLayout(AttentionKind.GQA, 8, 128, 128),) * 80, 2, 16)
+    layout = CacheLayout((LayerLayout(AttentionKind.GQA, 8, 128, 128),) * 80, CACHE_DTYPES["bfloat16"], 16)
     assert sequences_that_fit(layout, 80 * GIB, 8192) == 31
     assert sequences_that_fit(layout, 80 * GIB + layout.bytes_per_block, 8192) == 32
 
@@ -67,7 +67,7 @@ def test_waste_equals_counting_empty_places(layout: CacheLayout, lengths: list[i
 
 
 def test_at_once_is_counted_at_the_mean_size() -> None:
-    layout = CacheLayout((LayerLayout(AttentionKind.MQA, 1, 1, 1),), 1, 16)
+    layout = CacheLayout((LayerLayout(AttentionKind.MQA, 1, 1, 1),), CacheDtype("byte", 1), 16)
     nbytes = layout.bytes_per_block * 13  # 12 to use
     lengths = [16, 17, 48]  # 1 + 2 + 3 blocks, 2 on average
     assert paged(layout, lengths, nbytes).at_once == 6

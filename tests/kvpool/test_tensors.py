@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from server.kvpool.layout import AttentionKind, CacheLayout, LayerLayout
+from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheLayout, LayerLayout
 from server.kvpool.tensors import KVTensors
 
 LAYERS = (
@@ -12,29 +12,30 @@ LAYERS = (
     LayerLayout(AttentionKind.GQA, 2, 8, 8),
     LayerLayout(AttentionKind.MLA, 1, 10, 0),
 )
+LAYOUT = CacheLayout(LAYERS, CACHE_DTYPES["float32"], 4)
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def pool() -> KVTensors:
-    return KVTensors(LAYERS, num_blocks=5, block_size=4, dtype=torch.float32, device=CPU)
+    return KVTensors(LAYOUT, num_blocks=5, dtype=torch.float32, device=CPU)
 
 
 def test_size_is_the_formulas(pool: KVTensors) -> None:
-    assert pool.nbytes == 5 * CacheLayout(LAYERS, 4, 4).bytes_per_block
+    assert pool.nbytes == 5 * LAYOUT.bytes_per_block
 
 
 def test_has_the_promised_shapes(pool: KVTensors) -> None:
     for layer, layout in enumerate(LAYERS):
         assert pool.keys(layer).shape == (5, 4, layout.kv_heads, layout.key_dim)
-        assert pool.values(layer).shape == (5, 4, layout.kv_heads, layout.value_dim)
+        assert pool.values(layer).shape == (5, 4, layout.kv_heads, layout.value_dim or layout.key_dim)
 
 
 def test_the_trash_block_starts_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever memory the pool is given: the step that measures memory attends to the trash block."""
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
-    pool = KVTensors(LAYERS, num_blocks=3, block_size=4, dtype=torch.float32, device=CPU)
+    pool = KVTensors(LAYOUT, num_blocks=3, dtype=torch.float32, device=CPU)
     for layer in range(len(LAYERS)):
         assert not pool.keys(layer)[0].any()
         assert not pool.values(layer)[0].any()
@@ -66,4 +67,4 @@ def test_a_run_is_a_view_of_every_layer(pool: KVTensors) -> None:
 
 def test_needs_the_trash_block() -> None:
     with pytest.raises(ValueError, match="trash block"):
-        KVTensors(LAYERS, 0, 4, torch.float32, CPU)
+        KVTensors(LAYOUT, 0, torch.float32, CPU)

@@ -22,13 +22,13 @@ def test_plans_compute_each_token_once_over_disjoint_blocks() -> None:
     tables = [[5, 1, 9, 2, 12, 7], [3, 8, 4], [6, 10, 11, 13]]
     seen = []
     slots: dict[int, int] = {}
-    for plan, places in plans(sequences, tables):
+    for plan, places in plans(sequences, [tables]):
         assert plan.num_tokens == len(places) == plan.query_starts[-1]
         assert plan.input_ids.tolist() == [sequences[b][p] for b, p in places]
         assert (plan.context_lens >= np.diff(plan.query_starts)).all()
         assert plan.logit_indices[plan.num_sequences :].tolist() == list(range(plan.num_tokens))
         seen += places
-        for slot, token in zip(plan.slots.tolist(), plan.input_ids.tolist(), strict=True):
+        for slot, token in zip(plan.slots[0].tolist(), plan.input_ids.tolist(), strict=True):
             assert slot not in slots
             assert slot >= BLOCK_SIZE
             slots[slot] = token
@@ -51,8 +51,11 @@ def test_keys_written_to_the_wrong_place_are_noticed(dtype: torch.dtype, monkeyp
     """From allocation on, so that the runner's own check at load does not notice first."""
     write, fill = KVTensors.write, KVTensors.fill_
 
-    def misplace(pool: KVTensors, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    def misplace(
+        pool: KVTensors, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         write(pool, layer, slots, key.roll(1, dims=1) if len(slots) > 6 else key, value)
+        return key, value
 
     def break_then_fill(pool: KVTensors, value: float) -> None:
         if pool.num_blocks > 10:

@@ -13,11 +13,17 @@ class PagedSequences:
     """Takes token sequences through the pool chunk by chunk; blocks come shuffled unless `contiguous`."""
 
     def __init__(
-        self, sequences: Sequence[list[int]], num_blocks: int, block_size: int, *, contiguous: bool = False
+        self,
+        sequences: Sequence[list[int]],
+        num_blocks: int,
+        block_size: int,
+        *,
+        contiguous: bool = False,
+        num_groups: int = 1,
     ) -> None:
         self.sequences = sequences
         self.done = [0] * len(sequences)
-        self._tables: list[list[int]] = [[] for _ in sequences]
+        self._tables: list[list[list[int]]] = [[[] for _ in range(num_groups)] for _ in sequences]
         self._block_size = block_size
         self._free = list(range(num_blocks - 1, 0, -1))
         if not contiguous:
@@ -31,10 +37,11 @@ class PagedSequences:
             size = min(size, len(tokens) - start)
             if size == 0:
                 continue
-            table = self._tables[index]
-            while len(table) * self._block_size < start + size:
-                table.append(self._free.pop())
-            chunks.append((tokens[start : start + size], start, list(table)))
+            tables = self._tables[index]
+            for table in tables:
+                while len(table) * self._block_size < start + size:
+                    table.append(self._free.pop())
+            chunks.append((tokens[start : start + size], start, [list(table) for table in tables]))
             parts.append((index, start, size))
             self.done[index] += size
         return pack(chunks, self._block_size), parts

@@ -13,12 +13,13 @@ from torch import Tensor
 
 import server.model.attention.cpu
 import server.model.attention.reference
+from server.kvpool.layout import CACHE_DTYPES, CacheLayout, Visibility
 from server.kvpool.tensors import KVTensors
 from server.model.attention import AttentionBackend, select_backends
 from server.model.attention.cpu import CpuBackend
 from server.model.attention.metadata import StepMetadata
 from server.model.attention.reference import ReferenceBackend
-from server.model.spec import LayerSpec, Visibility
+from server.model.spec import LayerSpec
 
 CPU = torch.device("cpu")
 
@@ -67,6 +68,11 @@ def batches(draw: st.DrawFn, *, softcap: bool = False, narrow_values: bool = Fal
     )
 
 
+def pool_of(specs: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype) -> KVTensors:
+    stored = CACHE_DTYPES[str(dtype).removeprefix("torch.")]
+    return KVTensors(CacheLayout(tuple(spec.layout for spec in specs), stored, block_size), num_blocks, dtype, CPU)
+
+
 def attend(backend: AttentionBackend, batch: Batch, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """The backend's output and the dense one, both [T, H, value_dim]."""
     spec, size = batch.spec, batch.block_size
@@ -83,7 +89,7 @@ def attend(backend: AttentionBackend, batch: Batch, dtype: torch.dtype = torch.f
     for table, count, last in zip(tables, needed, np.cumsum(needed), strict=True):
         table[:count] = blocks[last - count : last]
 
-    pool = KVTensors([spec.layout] * 2, sum(needed) + 1, size, dtype, CPU)
+    pool = pool_of([spec] * 2, sum(needed) + 1, size, dtype)
     pool.fill_(float("nan"))
     sink = normal(spec.num_heads) if spec.has_sink else None
     queries, keys, values, slots, positions, dense = [], [], [], [], [], []
@@ -176,7 +182,7 @@ def test_bfloat16(batch: Batch, backend: AttentionBackend) -> None:
 
 def test_a_sequence_full_of_nan_leaves_the_others_alone() -> None:
     spec = LayerSpec(0, 4, 2, 8, 8, 0.3)
-    pool = KVTensors([spec.layout], 5, 4, torch.float32, CPU)
+    pool = pool_of([spec], 5, 4, torch.float32)
     generator = torch.Generator().manual_seed(0)
     for slot in range(4, 20):
         key = torch.randn(2, 1, 8, generator=generator) if slot < 12 else torch.full((2, 1, 8), float("nan"))
@@ -229,7 +235,7 @@ def test_selection_falls_back_layer_by_layer() -> None:
 
 def test_a_context_longer_than_the_pool_is_an_error() -> None:
     spec = LayerSpec(0, 2, 1, 8, 8, 0.3)
-    pool = KVTensors([spec.layout], 2, 4, torch.float32, CPU)
+    pool = pool_of([spec], 2, 4, torch.float32)
     lengths, tables, nowhere = np.array([9], dtype=np.int32), np.array([[1, 1, 1]], dtype=np.int32), torch.tensor([0])
     starts = np.array([0, 1], dtype=np.int32)
     step = StepMetadata(pool, nowhere, nowhere, torch.tensor([9]), torch.ones(1, 3).long(), starts, lengths, tables)

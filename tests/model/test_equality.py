@@ -30,9 +30,10 @@ def worst_error(model: PreTrainedModel, backend: str, block_size: int) -> float:
     with torch.inference_mode():
         expected = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
     runner = ModelRunner(copy.deepcopy(model), backend, block_size)
-    runner.allocate(40)
+    groups = len(runner.layout.groups)
+    runner.allocate(40 * groups)
     runner.pool.fill_(float("nan"))
-    paged = PagedSequences([ids.tolist() for ids in sequences], 40, block_size)
+    paged = PagedSequences([ids.tolist() for ids in sequences], 40 * groups, block_size, num_groups=groups)
     error = 0.0
     for sizes in STEPS:
         plan, parts = paged.plan(sizes)

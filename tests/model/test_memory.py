@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.config import ServeSettings
-from server.kvpool.layout import AttentionKind, CacheLayout, LayerLayout
+from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheLayout, LayerLayout
 from server.model.errors import ModelLoadError
 from server.model.memory import (
     CPU_SHARE,
@@ -18,7 +18,7 @@ from server.model.memory import (
 )
 
 GQA = LayerLayout(AttentionKind.GQA, kv_heads=2, key_dim=8, value_dim=8)
-LAYOUT = CacheLayout((GQA,) * 4, element_bytes=4, block_size=16)
+LAYOUT = CacheLayout((GQA,) * 4, dtype=CACHE_DTYPES["float32"], block_size=16)
 BLOCK = 2 * (8 + 8) * 4 * 4 * 16
 GIB = 2**30
 
@@ -102,7 +102,7 @@ def test_refusals_name_flag_number_and_what_is_possible() -> None:
 def test_what_a_person_is_told_at_start() -> None:
     window = LayerLayout(AttentionKind.MQA, kv_heads=1, key_dim=8, value_dim=8)
     latent = LayerLayout(AttentionKind.MLA, kv_heads=1, key_dim=576, value_dim=0)
-    layout = CacheLayout((GQA, window, GQA, latent), element_bytes=2, block_size=16)
+    layout = CacheLayout((GQA, window, GQA, latent), dtype=CACHE_DTYPES["bfloat16"], block_size=16)
     division = MemoryDivision(101, layout.bytes_per_block, GIB, 2 * GIB, GIB // 2, "--kv-blocks")
     report = startup_report("tiny", "bfloat16", "cuda:0", layout, [None, 1024, None, None], 320, division)
     assert report == [

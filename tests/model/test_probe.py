@@ -174,7 +174,7 @@ def test_describes_each_layer() -> None:
 def test_a_layer_that_changes_after_the_probe_fails_loudly() -> None:
     runner = ModelRunner(tiny_model("llama"), "reference", 4)
     runner.allocate(3)
-    plan = pack([([5, 6, 7], 0, [1])], 4)
+    plan = pack([([5, 6, 7], 0, [[1]])], 4)
     runner.compute_logits(plan)
     runner.model.model.layers[1].self_attn.scaling = 0.5
     with pytest.raises(UnexpectedAttention, match="layer 1 changed its attention after the probe"):
@@ -225,7 +225,7 @@ def test_length_dependent_rope_is_pinned_to_the_longest_sequence(kind: str) -> N
 
     def logits(sequences: list[list[int]], sizes: list[int]) -> torch.Tensor:
         runner.allocate(30)
-        paged = PagedSequences(sequences, 30, 4)
+        paged = PagedSequences(sequences, 30, 4, num_groups=len(runner.layout.groups))
         out = []
         while paged.done[0] < len(sequences[0]):
             plan, parts = paged.plan(sizes)

@@ -84,12 +84,12 @@ def test_writes_only_the_slots_of_the_plan(runner: ModelRunner, plan: StepPlan) 
     runner.compute_logits(plan)
     for layer in range(3):
         written = runner.pool.flat_keys(layer).isfinite().all(-1).all(0).nonzero().flatten()
-        assert written.tolist() == sorted(plan.slots.tolist())
+        assert written.tolist() == sorted(plan.slots[0].tolist())
 
 
 def test_ids_beyond_the_vocabulary_are_never_drawn() -> None:
     runner = ModelRunner(tiny_model("llama"), "reference", 4, vocab_size=10)
-    plan = sampling(pack([([30], 0, [1])], 4), [0], SamplingParams(temperature=5.0, logprobs=0))
+    plan = sampling(pack([([30], 0, [[1]])], 4), [0], SamplingParams(temperature=5.0, logprobs=0))
     runner.allocate(2)
     drawn = {
         int(runner.run(replace(plan, params=(SamplingParams(temperature=5.0, seed=seed),))).token_ids[0])
@@ -149,7 +149,7 @@ def test_worst_step_fills_its_limits_and_runs(
     max_tokens: int, max_seqs: int, logit_rows: int, max_model_len: int
 ) -> None:
     runner = ModelRunner(tiny_model("llama"), "reference", 4)
-    plan = worst_step(max_tokens, max_seqs, logit_rows, max_model_len, 4)
+    plan = worst_step(max_tokens, max_seqs, logit_rows, max_model_len, 4, 1)
     assert plan.num_tokens == min(max_tokens, max_seqs * max_model_len)
     assert plan.num_sequences == max_seqs
     assert len(plan.logit_indices) == logit_rows

@@ -35,7 +35,7 @@ def _plan(rows: list[Row], scores: list[tuple[int, int]] | None = None) -> StepP
         slots=nothing,
         query_starts=np.zeros(1, dtype=np.int32),
         context_lens=np.zeros(0, dtype=np.int32),
-        block_tables=np.zeros((0, 0), dtype=np.int32),
+        block_tables=np.zeros((1, 0, 0), dtype=np.int32),
         logit_indices=nothing,
         sample_rows=np.arange(len(rows), dtype=np.int32) * 2,
         out_indices=np.array([out_index for _, _, out_index in rows], dtype=np.int64),

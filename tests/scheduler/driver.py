@@ -90,7 +90,7 @@ class Driver:
         self._check_budget(plan, decoding)
         if scheduler.stats().preemptions > preemptions:
             assert before.keys() >= set(scheduler.running), "a request was admitted in the step of a preemption"
-        for block in np.unique(plan.slots // self.config.block_size).tolist():
+        for block in np.unique(plan.slots[0] // self.config.block_size).tolist():
             assert not scheduler.pool.is_published(block), "a published block is written again"
         if during is not None:
             during()

@@ -96,11 +96,11 @@ class FakeRunner:
         context_rows = np.repeat(np.arange(plan.num_sequences), context_lens)
         context_ends = np.cumsum(context_lens, dtype=np.int64)
         context_positions = np.arange(len(context_rows)) - np.repeat(context_ends - context_lens, context_lens)
-        context_blocks = plan.block_tables[context_rows, context_positions // self.block_size].astype(np.int64)
+        context_blocks = plan.block_tables[0][context_rows, context_positions // self.block_size].astype(np.int64)
         context_slots = context_blocks * self.block_size + context_positions % self.block_size
         assert (context_blocks != TRASH_BLOCK).all(), "a sequence keeps tokens in the trash block"
         is_new = context_positions >= starts[context_rows]
-        assert (plan.slots == context_slots[is_new]).all(), "a token is written where its sequence will not look for it"
+        assert (plan.slots[0] == context_slots[is_new]).all(), "a token is written where its sequence will not look"
 
         self._check_ownership(plan, rows, context_rows, context_blocks)
         self._check_context(context_slots[~is_new], context_positions[~is_new])
@@ -110,15 +110,15 @@ class FakeRunner:
     def _check_shapes(self, plan: StepPlan) -> None:
         tokens, sequences, samples = plan.num_tokens, plan.num_sequences, len(plan.sample_rows)
         assert tokens >= sequences >= 1
-        assert plan.input_ids.shape == plan.positions.shape == plan.slots.shape == (tokens,)
+        assert plan.input_ids.shape == plan.positions.shape == plan.slots[0].shape == (tokens,)
         assert plan.query_starts.shape == (sequences + 1,)
         assert plan.query_starts[0] == 0
         assert plan.query_starts[-1] == tokens
         assert (np.diff(plan.query_starts) >= 1).all(), "a sequence without tokens is in the plan"
         assert (np.diff(plan.query_starts)[: plan.num_decodes] == 1).all(), "the first sequences are not the decodes"
         assert set(range(plan.num_decodes)) <= set(plan.sample_rows.tolist()), "a decode does not sample"
-        assert plan.block_tables.shape[0] == sequences
-        assert plan.block_tables.shape[1] * self.block_size >= plan.context_lens.max(), "a block table is too short"
+        assert plan.block_tables.shape[1] == sequences
+        assert plan.block_tables.shape[2] * self.block_size >= plan.context_lens.max(), "a block table is too short"
         assert (plan.block_tables >= 0).all()
         assert (plan.block_tables <= self.num_blocks).all()
         for name in ("input_ids", "positions", "slots", "logit_indices", "out_indices", "score_targets"):
@@ -147,8 +147,8 @@ class FakeRunner:
     ) -> None:
         """A block that is written belongs to one sequence, and nobody else reads it."""
         writer = np.full(self.num_blocks + 1, -1, dtype=np.int64)
-        writer[plan.slots // self.block_size] = rows
-        assert (writer[plan.slots // self.block_size] == rows).all(), "two sequences write to the same block"
+        writer[plan.slots[0] // self.block_size] = rows
+        assert (writer[plan.slots[0] // self.block_size] == rows).all(), "two sequences write to the same block"
         writers = writer[context_blocks]
         assert ((writers == -1) | (writers == context_rows)).all(), "a block is written while another sequence reads it"
         assert len(np.unique(plan.slots)) == plan.num_tokens, "a slot is written twice"
@@ -181,9 +181,9 @@ class FakeRunner:
                 history = extend_history(history, token)
                 histories.append(history)
             index += count
-        self._tokens[plan.slots] = plan.input_ids
-        self._positions[plan.slots] = plan.positions
-        self._histories[plan.slots] = np.array(histories, dtype=np.uint64)
+        self._tokens[plan.slots[0]] = plan.input_ids
+        self._positions[plan.slots[0]] = plan.positions
+        self._histories[plan.slots[0]] = np.array(histories, dtype=np.uint64)
         return histories
 
     def _result(self, plan: StepPlan, histories: list[int]) -> StepResult:

@@ -45,10 +45,10 @@ def test_a_decode_and_two_chunks_in_one_pass() -> None:
     assert plan.step == 17
     assert plan.input_ids.tolist() == [6, 23, 24, 25, 30, 31]
     assert plan.positions.tolist() == [4, 3, 4, 5, 0, 1]
-    assert plan.slots.tolist() == [4 * 4, 7 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4, 3 * 4 + 1]
+    assert plan.slots[0].tolist() == [4 * 4, 7 * 4 + 3, 2 * 4, 2 * 4 + 1, 3 * 4, 3 * 4 + 1]
     assert plan.query_starts.tolist() == [0, 1, 4, 6]
     assert plan.context_lens.tolist() == [5, 6, 2]
-    assert plan.block_tables.tolist() == [[9, 4, 0], [7, 2, 0], [3, 5, 6]]
+    assert plan.block_tables[0].tolist() == [[9, 4, 0], [7, 2, 0], [3, 5, 6]]
     assert plan.sample_rows.tolist() == [0, 1], "the first chunk does not reach the end of its prompt"
     assert plan.logit_indices.tolist() == [0, 3]
     assert plan.out_indices.tolist() == [2, 0]
@@ -123,4 +123,4 @@ def test_slots_of_a_large_pool_do_not_overflow() -> None:
     block = 2**31 // SIZE + 5
     plan = build_plan(1, [(sequence([1], [block]), 1)], SIZE)
     assert plan.slots.dtype == np.int64
-    assert plan.slots.tolist() == [block * SIZE]
+    assert plan.slots[0].tolist() == [block * SIZE]

@@ -806,7 +806,7 @@ class TestReports:
             while driver.scheduler.has_work:
                 driver.step()
                 assert driver.plan is not None
-                seen.append(driver.plan.slots.tolist())
+                seen.append(driver.plan.slots[0].tolist())
             return seen
 
         assert slots() == slots()

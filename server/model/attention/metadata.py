@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from server.kvpool.layout import Visibility
 from server.kvpool.tensors import KVTensors
-from server.model.spec import Visibility
 from server.step import Int32Array, Int64Array
 
 T = TypeVar("T")
@@ -19,11 +20,14 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class StepMetadata:
-    """One step's sequences: where their tokens lie in the pack, where their keys lie in the pool.
+    """One step's sequences, as the layers of one table group see them: where their tokens lie in the pack, where their
+    keys lie in the pool.
 
     slots [T], positions [T], context_lens [B] and block_tables [B, widest] are int64 on the device. query_starts
     [B + 1] and the `host_` twins are on the host, so that work is planned without waiting for the device. Query i of a
     sequence's n sits at cache index `context_len - n + i`.
+
+    observed: bool [B] on the host, sequences whose attention is added to `pool.scores`; None when there are none.
     """
 
     pool: KVTensors
@@ -34,6 +38,7 @@ class StepMetadata:
     query_starts: Int32Array
     host_context_lens: Int32Array
     host_block_tables: Int32Array
+    observed: npt.NDArray[np.bool_] | None = None
     _plans: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -216,15 +216,16 @@ class ServeSettings(BaseSettings):
         "auto",
         "how the cache stores numbers; auto is the model's own type, int8 and fp8 take about a quarter of float32",
     )
-    kv_policy: Literal["none", "h2o", "window"] = _option(
+    kv_policy: Literal["none", "h2o", "window"] | None = _option(
         "Device and memory",
-        "none",
-        "what a request with a kv_budget keeps of its cache: the most attended tokens (h2o) or the newest (window)",
+        None,
+        "what a request with a kv_budget keeps: the most attended tokens (h2o) or the newest (window); none has none",
+        shown="h2o with --kv-budget, else none",
     )
     kv_budget: int | None = _option(
         "Device and memory",
         None,
-        "most tokens that a request keeps in the cache, for those that ask for none or for more; needs --kv-policy",
+        "most tokens that a request keeps in the cache; a request may ask for less",
         shown="no limit",
         ge=1,
         le=2**30,
@@ -443,7 +444,7 @@ class ServeSettings(BaseSettings):
             )
         if self.kv_budget is not None and self.kv_policy == "none":
             raise PydanticCustomError(
-                "together", "--kv-budget says how much of the cache a request keeps, --kv-policy which part: give both"
+                "together", "--kv-policy none keeps the whole cache of a request, --kv-budget a part: give one of them"
             )
         if self.kv_host_memory and not self.enable_prefix_caching:
             raise PydanticCustomError(
@@ -461,6 +462,13 @@ class ServeSettings(BaseSettings):
                 {"tokens": tokens, "least": least, "parts": parts},
             )
         return self
+
+    @property
+    def eviction(self) -> Literal["h2o", "window"] | None:
+        """What requests with a budget keep unless they say otherwise; None where no request may have a budget."""
+        if self.kv_policy is None:
+            return None if self.kv_budget is None else "h2o"
+        return None if self.kv_policy == "none" else self.kv_policy
 
     @property
     def objectives(self) -> Objectives:

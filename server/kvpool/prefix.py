@@ -4,6 +4,10 @@ A full block's key is a keyed hash over its parent's key and its own tokens, so 
 the first parent is derived from the salt, so that tenants with different salts never meet. The hash key is drawn anew
 in each process. A hit is believed only after its tokens, and those of its ancestors, have been compared: a collision
 costs a miss and never serves another prompt's cache.
+
+The keys form a tree. A node stands for one block of tokens behind its parent's, and knows where each group of layers
+has it: in a block of the pool, in a block of host memory, in both or nowhere (any more). It lives as long as one of them
+has it or another node hangs on it.
 """
 
 from __future__ import annotations
@@ -14,39 +18,63 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from server.kvpool.blocks import BlockPool
+from server.kvpool.layout import EVERYTHING, Visibility
+from server.kvpool.tier import HostTier
 from server.step import Int64Array
+
+NOT_ON_HOST = -1
 
 
 @dataclass(slots=True, eq=False)
 class PrefixNode:
-    """A published block: its key, its parent in the chain, the salt, its tokens as bytes, and where they are cached."""
+    """A block of tokens in the tree: its key, its parent, the salt and its tokens as bytes.
+
+    blocks, host: for each table group the pool's block that holds it, 0 for none, and the host's, NOT_ON_HOST for none.
+    children: how many nodes hang on it.
+    """
 
     key: bytes
     parent: PrefixNode | None
     salt: str
     tokens: bytes
-    block: int
+    blocks: list[int]
+    host: list[int]
+    children: int = 0
 
-
-def _same_prefix(a: PrefixNode | None, b: PrefixNode | None) -> bool:
-    """Whether two chains hold the same tokens; one step unless an ancestor was evicted and computed again."""
-    while a is not b:
-        if a is None or b is None or a.tokens != b.tokens or a.salt != b.salt:
-            return False
-        a, b = a.parent, b.parent
-    return True
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.blocks) and self.children == 0 and all(block == NOT_ON_HOST for block in self.host)
 
 
 class PrefixCache:
-    """Finds and publishes full blocks of `pool`. Only computed tokens may be published; see `Scheduler.commit`."""
+    """Finds and publishes full blocks of `pool`. Only computed tokens may be published; see `Scheduler.commit`.
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    groups: what the layers of each table group see.
+    num_host_blocks: blocks of the second tier, `host`, which is None without one.
+    saves: blocks to be copied to the host tier before they are written again, as (pool block, host block); whoever
+        plans the step takes them.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        groups: Sequence[Visibility] = (EVERYTHING,),
+        num_host_blocks: int = 0,
+    ) -> None:
         self.block_size = block_size
+        self.host: HostTier[tuple[PrefixNode, int]] | None = None
+        if num_host_blocks:
+            self.host = HostTier(num_host_blocks, self._forget_on_host)
+        self.saves: list[tuple[int, int]] = []
         self._pool = pool
+        self._groups = tuple(groups)
+        self._limited = [index for index, group in enumerate(groups) if group.reach is not None]
+        self._unlimited = [index for index, group in enumerate(groups) if group.reach is None]
         self._hash_key = os.urandom(16)
         self._nodes: dict[bytes, PrefixNode] = {}
-        self._key_of_block: dict[int, bytes] = {}
-        pool.on_evict = self._forget
+        self._holder: dict[int, tuple[PrefixNode, int]] = {}  # block of the pool -> its node and group
+        pool.on_evict = self._give_up
 
     def extend_keys(self, keys: list[bytes], tokens: Int64Array, salt: str) -> None:
         """Append to `keys`, the keys of the first full blocks of `tokens`, those of the full blocks that follow."""
@@ -56,15 +84,49 @@ class PrefixCache:
             keys.append(self._hash(parent + tokens[index * size : (index + 1) * size].tobytes()))
 
     def match(
-        self, keys: list[bytes], tokens: Int64Array, salt: str, known: Sequence[PrefixNode] = ()
+        self,
+        keys: list[bytes],
+        tokens: Int64Array,
+        salt: str,
+        known: Sequence[PrefixNode] = (),
+        *,
+        use_host: bool = True,
     ) -> list[PrefixNode]:
-        """The longest published chain that `tokens` start with, without taking references.
+        """The longest chain that `tokens` start with and every group can go on from, without taking references.
 
-        Never covers the whole of `tokens`: the last one must be computed, for the logits that follow it.
+        A group whose layers look back only so far needs what they see from the first token behind the chain, the others
+        need all of it. Never covers the whole of `tokens`: the last one must be computed, for the logits that follow it.
+
         known: an earlier answer for the same tokens, whose nodes need not be compared again.
+        use_host: whether blocks that only host memory has count.
         """
-        size = self.block_size
         chain: list[PrefixNode] = []
+        longest = 0
+        runs = dict.fromkeys(self._limited, 0)  # how many blocks in a row, up to this one, each such group has
+
+        def has(node: PrefixNode, group: int) -> bool:
+            return bool(node.blocks[group]) or (use_host and node.host[group] != NOT_ON_HOST)
+
+        for node in self._walk(keys, tokens, salt, known):
+            if not all(has(node, group) for group in self._unlimited):
+                break
+            chain.append(node)
+            for group in self._limited:
+                runs[group] = runs[group] + 1 if has(node, group) else 0
+            if all(runs[group] >= len(chain) - self.first_needed(group, len(chain)) for group in self._limited):
+                longest = len(chain)
+        return chain[:longest]
+
+    def first_needed(self, group: int, length: int) -> int:
+        """The first of `length` blocks that the token behind them sees in this group."""
+        return self._groups[group].first(length * self.block_size) // self.block_size
+
+    def _walk(
+        self, keys: list[bytes], tokens: Int64Array, salt: str, known: Sequence[PrefixNode]
+    ) -> list[PrefixNode]:
+        """The longest path of nodes that `tokens` start with, whatever of them is still held."""
+        size = self.block_size
+        path: list[PrefixNode] = []
         parent: PrefixNode | None = None
         for index in range((len(tokens) - 1) // size):
             node = self._nodes.get(keys[index])
@@ -72,45 +134,125 @@ class PrefixCache:
                 break
             if index >= len(known) or known[index] is not node:
                 content = tokens[index * size : (index + 1) * size].tobytes()
-                if not self._is(node, parent, salt, content):
+                if not _is(node, parent, salt, content):
                     break
-            chain.append(node)
+            path.append(node)
             parent = node
-        return chain
+        return path
 
     def publish(
-        self, parent: PrefixNode | None, key: bytes, salt: str, tokens: Int64Array, block: int
+        self, parent: PrefixNode | None, key: bytes, salt: str, tokens: Int64Array, blocks: Sequence[int]
     ) -> PrefixNode | None:
         """Publish a computed full block behind `parent`; returns the node the next block of the sequence hangs on.
 
-        When the same prefix is published already, that block stays and this one remains private to its sequence.
+        blocks: for each group the block that holds it, 0 where it is out of sight. Where a group has the same prefix published already, that block
+        stays and this one remains private to its sequence.
         Returns None, and publishes nothing, when another prefix has the same key.
         """
         content = tokens.tobytes()
+        if parent is not None:
+            parent = self._attach(parent)
+            if parent is None:
+                return None
         node = self._nodes.get(key)
-        if node is not None:
-            return node if self._is(node, parent, salt, content) else None
-        node = PrefixNode(key, parent, salt, content, block)
-        self._nodes[key] = node
-        self._key_of_block[block] = key
-        self._pool.publish(block)
+        if node is None:
+            groups = len(self._groups)
+            node = self._insert(PrefixNode(key, parent, salt, content, [0] * groups, [NOT_ON_HOST] * groups))
+        elif not _is(node, parent, salt, content):
+            return None
+        for group, block in enumerate(blocks):
+            if block and not node.blocks[group]:
+                self._hold(node, group, block)
         return node
 
-    def check_integrity(self) -> None:
-        """Every node's block is kept by the pool, and no block has two nodes."""
-        assert len(self._nodes) == len(self._key_of_block), "a block is published under two keys"
-        for key, node in self._nodes.items():
-            assert self._key_of_block.get(node.block) == key, f"block {node.block} does not know its key"
-            assert self._pool.is_published(node.block), f"block {node.block} is in the prefix cache but not kept"
+    def restore(self, node: PrefixNode, group: int, block: int) -> tuple[int, int]:
+        """Have `block`, a used one, take what only host memory has; the copy to make, as (host block, pool block)."""
+        assert self.host is not None
+        self.host.load(node.host[group])
+        self._hold(node, group, block)
+        return node.host[group], block
 
-    def _is(self, node: PrefixNode, parent: PrefixNode | None, salt: str, tokens: bytes) -> bool:
-        if node.salt != salt or node.tokens != tokens or not _same_prefix(node.parent, parent):
-            return False
-        node.parent = parent  # the ancestor may have been evicted and published anew; keep the chain short to compare
-        return True
+    def check_integrity(self) -> None:
+        """Every node's blocks are kept by the pool, no block has two nodes and every node hangs on the tree."""
+        held, on_host, children = 0, 0, dict.fromkeys(map(id, self._nodes.values()), 0)
+        for key, node in self._nodes.items():
+            assert node.key == key, "a node is found under another key"
+            assert not node.is_empty, "a node stands for nothing"
+            if node.parent is not None:
+                assert self._nodes.get(node.parent.key) is node.parent, "a node hangs on one that has been forgotten"
+                children[id(node.parent)] += 1
+            for group, block in enumerate(node.blocks):
+                if block:
+                    held += 1
+                    assert self._holder.get(block) == (node, group), f"block {block} does not know its node"
+                    assert self._pool.is_published(block), f"block {block} is in the prefix cache but not kept"
+            on_host += sum(block != NOT_ON_HOST for block in node.host)
+        assert held == len(self._holder), "a block is published under two keys"
+        assert all(node.children == children[id(node)] for node in self._nodes.values()), "children are miscounted"
+        assert on_host == (0 if self.host is None else self.host.num_used), "host blocks are lost"
+        if self.host is not None:
+            self.host.check_integrity()
+
+    def _hold(self, node: PrefixNode, group: int, block: int) -> None:
+        node.blocks[group] = block
+        self._holder[block] = (node, group)
+        self._pool.publish(block)
+
+    def _insert(self, node: PrefixNode) -> PrefixNode:
+        self._nodes[node.key] = node
+        if node.parent is not None:
+            node.parent.children += 1
+        return node
+
+    def _attach(self, node: PrefixNode) -> PrefixNode | None:
+        """The node of the tree that stands for the same prefix as `node`, which may have been forgotten meanwhile.
+
+        None when another prefix has taken a key of its chain since.
+        """
+        forgotten: list[PrefixNode] = []
+        last: PrefixNode | None = node
+        while last is not None and self._nodes.get(last.key) is not last:
+            forgotten.append(last)
+            last = last.parent
+        for detached in reversed(forgotten):
+            found = self._nodes.get(detached.key)
+            if found is None:
+                detached.parent = last
+                found = self._insert(detached)
+            elif not _is(found, last, detached.salt, detached.tokens):
+                return None
+            last = found
+        return last
 
     def _hash(self, data: bytes) -> bytes:
         return blake2b(data, key=self._hash_key, digest_size=16).digest()
 
-    def _forget(self, block: int) -> None:
-        del self._nodes[self._key_of_block.pop(block)]
+    def _give_up(self, block: int) -> None:
+        """The pool wants the block for something else: keep its content on the host where there is room."""
+        node, group = self._holder.pop(block)
+        node.blocks[group] = 0
+        if self.host is not None and node.host[group] == NOT_ON_HOST:
+            node.children += 1  # what the host forgets for it must not take the node along
+            target = self.host.save((node, group))
+            node.children -= 1
+            if target is not None:
+                node.host[group] = target
+                self.saves.append((block, target))
+        self._prune(node)
+
+    def _forget_on_host(self, held: tuple[PrefixNode, int]) -> None:
+        node, group = held
+        node.host[group] = NOT_ON_HOST
+        self._prune(node)
+
+    def _prune(self, node: PrefixNode | None) -> None:
+        """Forget a node that stands for nothing any more, and those before it that only led to it."""
+        while node is not None and node.is_empty and self._nodes.get(node.key) is node:
+            del self._nodes[node.key]
+            if node.parent is not None:
+                node.parent.children -= 1
+            node = node.parent
+
+
+def _is(node: PrefixNode, parent: PrefixNode | None, salt: str, tokens: bytes) -> bool:
+    return node.salt == salt and node.tokens == tokens and node.parent is parent

@@ -80,11 +80,16 @@ class OutputToken:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of one sequence so far; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts of one sequence so far.
+
+    cached_tokens: those of the prompt that came from the prefix cache.
+    evicted_tokens: those, of prompt and output, that its `kv_budget` has made the cache give up; 0 is an exact answer.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    evicted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

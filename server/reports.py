@@ -86,6 +86,59 @@ class PoolReport:
     host: HostReport | None = None
 
 
+BlockRuns: TypeAlias = tuple[tuple[int, int], ...]
+"""Blocks as runs of neighbouring ids: the first and the last of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSnapshot:
+    """A sequence and the blocks it holds; nothing of its text, its tokens' ids or its salt.
+
+    status: "ended" is one that was aborted while the step in progress computes it.
+    num_tokens: of prompt and output so far; num_computed, num_evicted: those of them whose keys and values were
+        computed, and those that its budget has made it give up since.
+    num_shared: blocks among its own that other sequences hold, too.
+    blocks: for each table group those it holds, in the order of its tokens; the trash block is not among them.
+    """
+
+    request_id: str
+    status: Literal["running", "waiting", "ended"]
+    num_tokens: int
+    num_computed: int
+    num_evicted: int
+    num_shared: int
+    blocks: tuple[BlockRuns, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSnapshot:
+    """Layers that share a block table, and how far they see: None sets no limit (see `kvpool.layout.Visibility`)."""
+
+    window: int | None
+    chunk: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """Who holds which blocks at one moment, as plain data: ids from 1 to `capacity_blocks`, in one state each.
+
+    used_blocks: held by a sequence; cached_blocks: kept for their content only, `cached` names them, ascending; the
+        rest is free.
+    sequences: those that run, in the order of the batch, those that were aborted in this step, those that wait.
+    host: None without host memory.
+    """
+
+    capacity_blocks: int
+    block_size: int
+    used_blocks: int
+    cached_blocks: int
+    free_blocks: int
+    groups: tuple[GroupSnapshot, ...]
+    sequences: tuple[SequenceSnapshot, ...]
+    cached: BlockRuns
+    host: HostReport | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedReport:
     """One request that is over. Seconds are None for a phase it never reached; `finish_reason` is of FINISH_REASONS.

@@ -23,6 +23,20 @@ def sequences_that_fit(layout: CacheLayout, nbytes: int, length: int) -> int:
     return usable_blocks(layout, nbytes) // layout.blocks_for(length)
 
 
+def budget_slack(budget: int, block_size: int) -> int:
+    """Tokens beyond its budget that a sequence takes into its cache before it gives them up again, in whole blocks.
+
+    A quarter of the budget, at least four blocks: what stays is copied once in so many tokens, and the sequence never
+    holds more than `budget + slack` of them.
+    """
+    return max(4, -(-budget // (4 * block_size))) * block_size
+
+
+def most_tokens_held(length: int, budget: int | None, block_size: int) -> int:
+    """Most tokens that the cache holds at a time of a sequence that grows to `length`; a budget of None is no limit."""
+    return length if budget is None else min(length, budget + budget_slack(budget, block_size))
+
+
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """What an allocator takes to hold given sequences at their full lengths.

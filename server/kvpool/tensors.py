@@ -31,6 +31,7 @@ class KVTensors:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least the trash block, got num_blocks={num_blocks}")
         self.layout = layout
+        self.device = device
         self.num_blocks = num_blocks
         self.block_size = layout.block_size
         layers, slots = layout.layers, num_blocks * layout.block_size
@@ -50,8 +51,25 @@ class KVTensors:
     @property
     def storages(self) -> list[Tensor]:
         """All the memory there is, as tensors [layers, 1, kv_heads, num_blocks * block_size, width]."""
-        scores = [] if self._scores is None else self._scores.stacks
-        return [stack for stack in (*self._keys.stacks, *self._values.stacks, *scores) if stack.numel()]
+        return [storage for storage, _ in self.storages_with_layers]
+
+    @property
+    def storages_with_layers(self) -> list[tuple[Tensor, list[int]]]:
+        """Each storage with the layers it is divided among, in order; of layers that share memory, the first."""
+        parts = [self._keys, self._values] if self._scores is None else [self._keys, self._values, self._scores]
+        pairs = [pair for part in parts for pair in zip(part.stacks, part.layers_of_stack, strict=True)]
+        return [(stack, layers) for stack, layers in pairs if stack.numel()]
+
+    @property
+    def scores_with_layers(self) -> list[tuple[Tensor, list[int]]]:
+        """The scores [layers, kv_heads, num_blocks * block_size] of all layers with as many heads, and which these are.
+
+        Raises ValueError where the layout has none.
+        """
+        if self._scores is None:
+            raise ValueError("the pool keeps no scores of attention")
+        stacks = [stack[:, 0, ..., 0] for stack in self._scores.stacks]
+        return list(zip(stacks, self._scores.layers_of_stack, strict=True))
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +158,11 @@ class _Stacks:
             for (heads, dim), inside in members.items()
         ]
         order = [(shape, place) for shape, inside in members.items() for place in inside]
-        self._view_of_layer = [order.index(entry) for entry in zip(shapes, places, strict=True)]
+        entries = list(zip(shapes, places, strict=True))
+        self.layers_of_stack = [
+            [entries.index((shape, place)) for place in inside] for shape, inside in members.items()
+        ]
+        self._view_of_layer = [order.index(entry) for entry in entries]
         self.layers = [view[0] for view in self._in_order(self.stacks)]
 
     def runs(self, start: int, length: int) -> list[Tensor]:

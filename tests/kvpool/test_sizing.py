@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheDtype, CacheLayout, LayerLayout
-from server.kvpool.sizing import paged, reserve_maximum, sequences_that_fit, tokens_that_fit, usable_blocks
+from server.kvpool.sizing import (
+    budget_slack,
+    most_tokens_held,
+    paged,
+    reserve_maximum,
+    sequences_that_fit,
+    tokens_that_fit,
+    usable_blocks,
+)
 
 GIB = 2**30
 GEMMA_ALL_HEADS = CacheLayout((LayerLayout(AttentionKind.MHA, 32, 128, 128),) * 46, CACHE_DTYPES["bfloat16"], 16)
@@ -49,6 +57,30 @@ def test_what_fits_equals_filling_block_by_block(layout: CacheLayout, nbytes: in
             break
         free, sequences = free - needed, sequences + 1
     assert sequences_that_fit(layout, nbytes, length) == sequences
+
+
+@pytest.mark.parametrize(
+    ("budget", "block_size", "slack"),
+    [(1, 16, 64), (256, 16, 64), (257, 16, 80), (1024, 16, 256), (1000, 16, 256), (1025, 16, 272), (64, 1, 16)],
+)
+def test_the_slack_is_a_quarter_of_the_budget_in_whole_blocks_and_at_least_four(
+    budget: int, block_size: int, slack: int
+) -> None:
+    assert budget_slack(budget, block_size) == slack
+
+
+@given(st.integers(1, 300), st.integers(1, 60), st.integers(1, 16))
+def test_a_budgeted_sequence_holds_what_growing_it_token_by_token_shows(
+    length: int, budget: int, block_size: int
+) -> None:
+    held = most = 0
+    for _ in range(length):
+        if held == budget + budget_slack(budget, block_size):
+            held = budget
+        held += 1
+        most = max(most, held)
+    assert most_tokens_held(length, budget, block_size) == most
+    assert most_tokens_held(length, None, block_size) == length
 
 
 @given(layouts, st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(60, 100))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from loadtest.architectures import tiny_config
+from server.kvpool.table import BlockTable
 from server.model.runner import ModelRunner
 from server.model.sampler import Sampler
 from server.scheduler.plan import build_plan
@@ -127,7 +128,8 @@ def is_near_tie(model: PreTrainedModel, job: Job, tokens: list[int], other: int)
     for token in tokens[:-1]:
         request.append_token(token)
     request.num_computed = request.num_tokens - 1
-    request.append_blocks(range(1, 9))
+    request.tables = [BlockTable()]
+    request.tables[0].append(range(1, 9))
     drawn, _ = Sampler(VOCAB).sample(logits, build_plan(1, [(request, 1)], 16))
     return int(drawn[0]) == other
 

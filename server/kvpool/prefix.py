@@ -6,7 +6,7 @@ in each process. A hit is believed only after its tokens, and those of its ances
 costs a miss and never serves another prompt's cache.
 
 The keys form a tree. A node stands for one block of tokens behind its parent's, and knows where each group of layers
-has it: in a block of the pool, in a block of host memory, in both or nowhere (any more). It lives as long as one of them
+has it: in a block of the pool, in one of host memory, in both or nowhere (any more). It lives as long as one of them
 has it or another node hangs on it.
 """
 
@@ -95,7 +95,7 @@ class PrefixCache:
         """The longest chain that `tokens` start with and every group can go on from, without taking references.
 
         A group whose layers look back only so far needs what they see from the first token behind the chain, the others
-        need all of it. Never covers the whole of `tokens`: the last one must be computed, for the logits that follow it.
+        need all of it. Never covers all of `tokens`: the last one must be computed, for the logits that follow it.
 
         known: an earlier answer for the same tokens, whose nodes need not be compared again.
         use_host: whether blocks that only host memory has count.
@@ -121,9 +121,7 @@ class PrefixCache:
         """The first of `length` blocks that the token behind them sees in this group."""
         return self._groups[group].first(length * self.block_size) // self.block_size
 
-    def _walk(
-        self, keys: list[bytes], tokens: Int64Array, salt: str, known: Sequence[PrefixNode]
-    ) -> list[PrefixNode]:
+    def _walk(self, keys: list[bytes], tokens: Int64Array, salt: str, known: Sequence[PrefixNode]) -> list[PrefixNode]:
         """The longest path of nodes that `tokens` start with, whatever of them is still held."""
         size = self.block_size
         path: list[PrefixNode] = []
@@ -145,8 +143,8 @@ class PrefixCache:
     ) -> PrefixNode | None:
         """Publish a computed full block behind `parent`; returns the node the next block of the sequence hangs on.
 
-        blocks: for each group the block that holds it, 0 where it is out of sight. Where a group has the same prefix published already, that block
-        stays and this one remains private to its sequence.
+        blocks: for each group the block that holds it, 0 where it is out of sight. Where a group has the same prefix
+            published already, that block stays and this one remains private to its sequence.
         Returns None, and publishes nothing, when another prefix has the same key.
         """
         content = tokens.tobytes()
@@ -165,12 +163,18 @@ class PrefixCache:
                 self._hold(node, group, block)
         return node
 
-    def restore(self, node: PrefixNode, group: int, block: int) -> tuple[int, int]:
-        """Have `block`, a used one, take what only host memory has; the copy to make, as (host block, pool block)."""
+    def restore(self, places: Sequence[tuple[PrefixNode, int]]) -> list[tuple[int, int]]:
+        """Take blocks, with a reference each, for what only host memory has of these nodes and groups.
+
+        Returns the copies to make, as (host block, pool block). There must be as many blocks available.
+        """
         assert self.host is not None
-        self.host.load(node.host[group])
-        self._hold(node, group, block)
-        return node.host[group], block
+        for node, group in places:  # all of them first: taking blocks may make the host forget others
+            self.host.load(node.host[group])
+        blocks = self._pool.allocate(len(places))
+        for (node, group), block in zip(places, blocks, strict=True):
+            self._hold(node, group, block)
+        return [(node.host[group], block) for (node, group), block in zip(places, blocks, strict=True)]
 
     def check_integrity(self) -> None:
         """Every node's blocks are kept by the pool, no block has two nodes and every node hangs on the tree."""

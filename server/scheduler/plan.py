@@ -5,25 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
+from server.scheduler.cache import Chores
 from server.scheduler.request import Request
 from server.step import History, StepPlan
 
 
-def build_plan(step: int, scheduled: Sequence[tuple[Request, int]], block_size: int) -> StepPlan:
-    """Pack `scheduled`, pairs of a request and the number of its tokens to compute now, into one forward pass."""
+def build_plan(
+    step: int, scheduled: Sequence[tuple[Request, int]], block_size: int, chores: Chores | None = None
+) -> StepPlan:
+    """Pack `scheduled`, pairs of a request and the number of its tokens to compute now, into one forward pass.
+
+    chores: what is to be done before it.
+    """
     counts = np.array([count for _, count in scheduled], dtype=np.int64)
-    starts = np.array([request.num_computed for request, _ in scheduled], dtype=np.int64)
+    starts = np.array([request.num_held for request, _ in scheduled], dtype=np.int64)
     query_starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_starts[1:])
     sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
-    positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)
+    index = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)  # in the cache
+    evicted = np.array([request.num_evicted for request, _ in scheduled], dtype=np.int64)
 
-    width = max(request.num_blocks for request, _ in scheduled)
-    block_tables = np.zeros((len(scheduled), width), dtype=np.int32)
+    num_groups = len(scheduled[0][0].tables)
+    width = max(table.end for request, _ in scheduled for table in request.tables)
+    block_tables = np.zeros((num_groups, len(scheduled), width), dtype=np.int32)
     for row, (request, _) in enumerate(scheduled):
-        block_tables[row, : request.num_blocks] = request.block_ids[: request.num_blocks]
-    blocks = block_tables[sequence_of_token, positions // block_size].astype(np.int64)
+        for group, table in enumerate(request.tables):
+            block_tables[group, row, : table.end] = table.ids[: table.end]
+    blocks = block_tables[:, sequence_of_token, index // block_size].astype(np.int64)
 
     samples = [
         (row, request)
@@ -50,11 +60,11 @@ def build_plan(step: int, scheduled: Sequence[tuple[Request, int]], block_size: 
     return StepPlan(
         step=step,
         input_ids=np.concatenate([r.token_ids[r.num_computed : r.num_computed + count] for r, count in scheduled]),
-        positions=positions,
-        slots=(blocks * block_size + positions % block_size)[None],
+        positions=index + np.repeat(evicted, counts),
+        slots=blocks * block_size + index % block_size,
         query_starts=query_starts.astype(np.int32),
         context_lens=(starts + counts).astype(np.int32),
-        block_tables=block_tables[None],
+        block_tables=block_tables,
         logit_indices=np.array([query_starts[row + 1] - 1 for row, _ in samples] + score_indices, dtype=np.int64),
         sample_rows=np.array([row for row, _ in samples], dtype=np.int32),
         out_indices=np.array([request.num_outputs for _, request in samples], dtype=np.int64),
@@ -65,7 +75,24 @@ def build_plan(step: int, scheduled: Sequence[tuple[Request, int]], block_size: 
         score_rows=np.array(score_rows, dtype=np.int32),
         constraints=constraints if any(constraint is not None for constraint in constraints) else (),
         num_decodes=sum(not request.is_prefilling for request, _ in scheduled),
+        observed=_observed(scheduled),
+        saves=() if chores is None else tuple(chores.saves),
+        loads=() if chores is None else tuple(chores.loads),
+        compactions=() if chores is None else tuple(chores.compactions),
     )
+
+
+def _observed(scheduled: Sequence[tuple[Request, int]]) -> npt.NDArray[np.bool_] | None:
+    """Whose attention counts: of those that evict by it, unless a step that failed has counted it already."""
+    observed = np.array(
+        [
+            request.budget is not None
+            and request.budget.policy == "h2o"
+            and request.num_computed >= request.num_observed
+            for request, _ in scheduled
+        ]
+    )
+    return observed if observed.any() else None
 
 
 def _history(request: Request) -> History | None:

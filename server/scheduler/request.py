@@ -8,7 +8,9 @@ from enum import Enum
 import numpy as np
 
 from server.kvpool.prefix import PrefixNode
-from server.step import Constraint, Int32Array, Int64Array, SamplingParams
+from server.kvpool.table import BlockTable
+from server.scheduler.budget import Budget
+from server.step import Constraint, Int64Array, SamplingParams
 
 
 class Status(Enum):
@@ -30,6 +32,7 @@ class Request:
         prefix cache, since cached positions have no logits.
     constraint: the grammar that the output follows; the scheduler only hands it on.
     read_cache: whether it may use blocks that others computed; its own are offered to them all the same.
+    budget: how much of its cache it keeps, None for all; with one, it neither uses nor offers blocks.
     leader: a sibling with the same prompt which is to compute it first, so that this one finds it in the prefix cache.
     followers: the siblings whose leader it is, until it is over; kept by the scheduler.
     tenant: whom its tokens are counted for, where the batch is shared fairly.
@@ -37,10 +40,11 @@ class Request:
     """
 
     __slots__ = (
-        "arrival", "block_ids", "chain", "constraint", "followers", "keys", "leader", "max_tokens", "node",
-        "num_blocks", "num_cached", "num_computed", "num_lost", "num_overtaken", "num_preemptions",
-        "num_prompt", "num_published", "num_scored", "num_tokens", "order", "params", "priority",
-        "prompt_logprobs", "read_cache", "request_id", "salt", "status", "tenant", "token_ids",
+        "arrival", "budget", "chain", "constraint", "followers", "keys", "leader", "max_tokens", "node",
+        "num_cached", "num_computed", "num_evicted", "num_lost", "num_observed", "num_overtaken",
+        "num_preemptions", "num_prompt", "num_published", "num_scored", "num_tokens", "order", "params",
+        "priority", "prompt_logprobs", "read_cache", "request_id", "salt", "status", "tables", "tenant",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -53,6 +57,7 @@ class Request:
         priority: int = 0,
         salt: str = "",
         read_cache: bool = True,
+        budget: Budget | None = None,
         prompt_logprobs: int | None = None,
         leader: Request | None = None,
         constraint: Constraint | None = None,
@@ -66,6 +71,7 @@ class Request:
         self.priority = priority
         self.salt = salt
         self.read_cache = read_cache
+        self.budget = budget
         self.prompt_logprobs = prompt_logprobs
         self.leader = leader
         self.followers: list[Request] = []
@@ -81,8 +87,9 @@ class Request:
 
         self.status = Status.WAITING
         self.num_computed = 0  # tokens whose K and V are in the pool
-        self.num_blocks = 0
-        self.block_ids: Int32Array = np.zeros(0, dtype=np.int32)  # the first num_blocks are valid
+        self.num_evicted = 0  # of them, tokens that its budget has made it give up since
+        self.num_observed = 0  # computed tokens whose attention is in the scores already, of a step that failed
+        self.tables: list[BlockTable] = []  # one for each group of layers, while it runs
         self.keys: list[bytes] = []  # prefix-cache keys of the full blocks of token_ids, as far as needed
         self.chain: list[PrefixNode] = []  # what the prefix cache had of it when it was last looked up
         self.node: PrefixNode | None = None  # the last published block of this sequence's chain
@@ -117,23 +124,33 @@ class Request:
         return self.prompt_logprobs is None or self.num_scored >= self.num_prompt - 1
 
     @property
+    def num_held(self) -> int:
+        """Tokens that its cache holds, as each layer without a window sees them."""
+        return self.num_computed - self.num_evicted
+
+    @property
+    def uses_cache(self) -> bool:
+        """Whether it may take blocks from the prefix cache, now."""
+        return self.read_cache and self.budget is None and self.is_scored
+
+    @property
     def blocks(self) -> list[int]:
-        """Ids of the blocks it holds, in the order of its tokens."""
-        ids: list[int] = self.block_ids[: self.num_blocks].tolist()
-        return ids
+        """Ids of the blocks it holds, in the order of its tokens, those of all groups for each."""
+        columns = max((table.end for table in self.tables), default=0)
+        return [
+            int(table.ids[column])
+            for column in range(columns)
+            for table in self.tables
+            if table.first <= column < table.end
+        ]
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(table.end - table.first for table in self.tables)
 
     @property
     def output_ids(self) -> Int64Array:
         return self.token_ids[self.num_prompt : self.num_tokens]
-
-    def append_blocks(self, blocks: Sequence[int]) -> None:
-        end = self.num_blocks + len(blocks)
-        if end > len(self.block_ids):
-            grown = np.zeros(max(end, 2 * len(self.block_ids)), dtype=np.int32)
-            grown[: self.num_blocks] = self.block_ids[: self.num_blocks]
-            self.block_ids = grown
-        self.block_ids[self.num_blocks : end] = blocks
-        self.num_blocks = end
 
     def append_token(self, token_id: int) -> None:
         self.token_ids[self.num_tokens] = token_id

@@ -25,8 +25,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from server.kvpool.blocks import BlockPool
-from server.kvpool.prefix import PrefixCache, PrefixNode
+from server.kvpool.layout import EVERYTHING, Visibility
+from server.reports import HostReport
+from server.scheduler.cache import Cache
 from server.scheduler.fairness import TokenCounters
 from server.scheduler.plan import build_plan
 from server.scheduler.request import Request, Status
@@ -43,7 +44,8 @@ MAX_OVERTAKES = 8
 class SchedulerConfig:
     """The limits of the batch.
 
-    num_blocks: blocks of the pool, the trash block not counted.
+    num_blocks: blocks of the pool, the trash block not counted; num_host_blocks: those of host memory beside it.
+    groups: what the layers of each table group see.
     max_num_batched_tokens: tokens one step may compute; at least `max_num_seqs + block_size`.
     max_scored_tokens: prompt positions one step may score, which bounds the memory of their logits.
     admission: "optimistic" admits while the prompt fits beside one block for each running request; "reserve" only while
@@ -57,6 +59,8 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_scored_tokens: int = 256
     prefix_caching: bool = True
+    num_host_blocks: int = 0
+    groups: tuple[Visibility, ...] = (EVERYTHING,)
     admission: Literal["optimistic", "reserve"] = "optimistic"
     policy: Literal["fcfs", "fair"] = "fcfs"
 
@@ -93,6 +97,7 @@ class SchedulerStats:
 
     unused_slots: slots for tokens in used blocks that hold none yet.
     recomputed_tokens: tokens that a preempted request had computed and had to compute again.
+    evicted_by: blocks given up, by cause; kept_tokens, dropped_tokens: at compactions, by policy.
     """
 
     running: int
@@ -103,10 +108,13 @@ class SchedulerStats:
     blocks_free: int
     unused_slots: int
     preemptions: int
-    evicted_blocks: int
     queried_tokens: int
     hit_tokens: int
     recomputed_tokens: int
+    evicted_by: dict[str, int]
+    kept_tokens: dict[str, int]
+    dropped_tokens: dict[str, int]
+    host: HostReport | None
 
 
 class Scheduler:
@@ -114,8 +122,16 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
-        self.prefix_cache = PrefixCache(self.pool, config.block_size) if config.prefix_caching else None
+        self.cache = Cache(
+            config.num_blocks,
+            config.block_size,
+            config.groups,
+            config.max_num_batched_tokens,
+            config.prefix_caching,
+            config.num_host_blocks,
+            config.admission == "reserve",
+        )
+        self.pool = self.cache.pool
         self.running: list[Request] = []  # by order
         self.waiting: list[Request] = []  # by order
         self.admitted: list[Request] = []  # by the last plan, for the first time
@@ -126,8 +142,6 @@ class Scheduler:
         self._steps = 0
         self._blocked_by: WaitingReason = "token_budget"
         self._preemptions = 0
-        self._queried_tokens = 0
-        self._hit_tokens = 0
         self._recomputed_tokens = 0
 
     @property
@@ -136,15 +150,15 @@ class Scheduler:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of one sequence that the whole pool can hold."""
-        return self.config.num_blocks * self.config.block_size
+        """Tokens of one sequence, all of which it keeps, that the whole pool can hold."""
+        return self.cache.longest()
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises NeverFits when it could not run even alone."""
-        if request.max_cached_tokens > self.capacity_tokens:
+        if (most := self.cache.most_blocks(request)) > self.config.num_blocks:
             raise NeverFits(
-                f"the request may need {request.max_cached_tokens} tokens of KV cache, "
-                f"the pool has {self.capacity_tokens}"
+                f"the request may need {request.max_cached_tokens} tokens of KV cache, in {most} blocks; "
+                f"the pool has {self.config.num_blocks} blocks, for {self.capacity_tokens} tokens"
             )
         request.arrival = self._arrivals
         # Between tenants nobody's priority may count, or each would claim the highest.
@@ -161,7 +175,7 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.running.remove(request)
             if not self.tokens_in_flight(request):
-                self._release(request)
+                self.cache.release(request)
         elif request.status is Status.WAITING:
             self._dequeue(request)
         request.status = Status.FINISHED
@@ -174,7 +188,7 @@ class Scheduler:
         """
         self.running.remove(request)
         request.num_lost = request.num_computed
-        self._release(request)
+        self.cache.release(request)
         request.status = Status.WAITING
         request.num_preemptions += 1
         self._preemptions += 1
@@ -197,23 +211,22 @@ class Scheduler:
         for request in [r for r in self.running if not r.is_prefilling]:
             if request.status is not Status.RUNNING:
                 continue  # preempted for an earlier one in this loop
-            while not self._has_block_for_next_token(request):
-                victim = self.running[-1]
-                self.preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
-            else:
+            preempted |= self._make_room(request, 1, scheduled)
+            if request.status is Status.RUNNING:
                 scheduled.append((request, 1))
                 budget -= 1
 
-        for request in self.running:
-            if request.is_prefilling and budget:
-                count = self._chunk(request, budget, score_budget)
-                if count:
-                    scheduled.append((request, count))
-                    budget -= count
-                    score_budget -= 0 if request.is_scored else count
+        for request in [r for r in self.running if r.is_prefilling]:
+            if request.status is not Status.RUNNING or not budget:
+                continue
+            count = self._chunk(request, budget, score_budget)
+            if not count:
+                continue
+            preempted |= self._make_room(request, count, scheduled)
+            if request.status is Status.RUNNING:
+                scheduled.append((request, count))
+                budget -= count
+                score_budget -= 0 if request.is_scored else count
 
         if preempted:
             self._blocked_by = "kv_blocks"
@@ -225,11 +238,14 @@ class Scheduler:
         scheduled.sort(key=lambda chosen: chosen[0].is_prefilling)
         self._in_flight = scheduled
         self._steps += 1
-        return build_plan(self._steps, scheduled, self.config.block_size)
+        return build_plan(self._steps, scheduled, self.config.block_size, self.cache.take_chores())
 
     def commit(self, result: StepResult, plan: StepPlan) -> list[Progress]:
         """Record what the last plan produced. Requests aborted meanwhile give their blocks back and report nothing."""
         in_flight, self._in_flight = self._in_flight, []
+        self.cache.settle()
+        mostly_prompt = plan.num_tokens >= 4 * plan.num_sequences
+        self.cache.learn(result, plan.num_tokens, len(plan.saves) + len(plan.loads), mostly_prompt=mostly_prompt)
         sampled = {int(row): index for index, row in enumerate(plan.sample_rows)}
         scores: dict[int, list[TokenLogprobs]] = {}
         for row, score in zip(plan.score_rows, result.scores, strict=True):
@@ -238,10 +254,10 @@ class Scheduler:
         progress: list[Progress] = []
         for row, (request, count) in enumerate(in_flight):
             if request.status is Status.FINISHED:
-                self._release(request)
+                self.cache.release(request)
                 continue
             request.num_computed += count
-            self._publish(request)
+            self.cache.publish(request)
             scored = tuple(scores.get(row, ()))
             request.num_scored += len(scored)
             index = sampled.get(row)
@@ -266,10 +282,12 @@ class Scheduler:
         The others keep what they have and are planned again.
         """
         in_flight, self._in_flight = self._in_flight, []
+        self.cache.settle()
         failed = [in_flight[index][0] for index in sequences if in_flight[index][0].status is Status.RUNNING]
-        for request, _ in in_flight:
+        for request, count in in_flight:
             if request.status is Status.FINISHED:
-                self._release(request)
+                self.cache.release(request)
+            request.num_observed = request.num_computed + count
         for request in failed:
             self.abort(request)
         return failed
@@ -280,8 +298,7 @@ class Scheduler:
         by_reason["shared_prompt"] = shared
         by_reason[self._blocked_by] += len(self.waiting) - shared
         # A block that several requests share is full, so that what each leaves unused is in blocks of its own.
-        size = self.config.block_size
-        unused = sum(request.num_blocks * size - request.num_computed for request in self._holders())
+        unused = sum(map(self.cache.count_unused, self._holders()))
         return SchedulerStats(
             running=len(self.running),
             waiting=len(self.waiting),
@@ -291,17 +308,18 @@ class Scheduler:
             blocks_free=self.pool.num_free,
             unused_slots=unused,
             preemptions=self._preemptions,
-            evicted_blocks=self.pool.num_evictions,
-            queried_tokens=self._queried_tokens,
-            hit_tokens=self._hit_tokens,
+            queried_tokens=self.cache.queried_tokens,
+            hit_tokens=self.cache.hit_tokens,
             recomputed_tokens=self._recomputed_tokens,
+            evicted_by={**self.cache.evicted_by, "prefix_lru": self.pool.num_evictions},
+            kept_tokens=dict(self.cache.kept_tokens),
+            dropped_tokens=dict(self.cache.dropped_tokens),
+            host=self.cache.host_report(),
         )
 
     def check_integrity(self) -> None:
         """Check the pool, the prefix cache and the lists; raises AssertionError. May be called at any time."""
-        self.pool.check_integrity(request.blocks for request in self._holders())
-        if self.prefix_cache is not None:
-            self.prefix_cache.check_integrity()
+        self.cache.check_integrity(self._holders())
         if self.counters is not None:
             self.counters.check_integrity(self.waiting)
         assert len(self.running) <= self.config.max_num_seqs, "more requests run than may"
@@ -309,8 +327,6 @@ class Scheduler:
             assert all(request.status is status for request in queue), f"a request in the wrong list: {status}"
             assert queue == sorted(queue, key=_order), "a list is out of order"
         for request in self.running:
-            covered = request.num_blocks * self.config.block_size
-            assert request.num_computed <= covered, "tokens were computed into blocks it does not hold"
             assert request.num_computed <= request.num_tokens
         for request in self.waiting:
             assert request.num_blocks == 0, "a waiting request holds blocks"
@@ -341,19 +357,27 @@ class Scheduler:
             for request in others:
                 request.leader = heir
 
-    def _has_block_for_next_token(self, request: Request) -> bool:
-        """Make sure the next token of a decoding request has a slot; False when no block is left."""
-        if request.num_computed < request.num_blocks * self.config.block_size:
-            return True
-        if not self.pool.num_available:
-            return False
-        last = int(request.block_ids[request.num_blocks - 1])
-        request.append_blocks(self.pool.allocate(1, after=last))
-        return True
+    def _make_room(self, request: Request, count: int, scheduled: list[tuple[Request, int]]) -> bool:
+        """Give a running request the blocks of its next `count` tokens; whether others, or it itself, had to go for it.
+
+        Who goes is the last in order, though it may be in the plan already.
+        """
+        preempted = False
+        while not self.cache.extend(request, count):
+            victim = self.running[-1]
+            self.preempt(victim)
+            preempted = True
+            scheduled[:] = [chosen for chosen in scheduled if chosen[0] is not victim]
+            if victim is request:
+                break
+        return preempted
 
     def _chunk(self, request: Request, budget: int, score_budget: int) -> int:
         """How many tokens of a prompt to compute now."""
         count = min(request.num_tokens - request.num_computed, budget)
+        most = self.cache.most_now(request)
+        if most is not None:
+            count = min(count, most)
         if not request.is_scored:
             count = min(count, score_budget)
         return count
@@ -407,42 +431,26 @@ class Scheduler:
             and leader.status is not Status.FINISHED
             and leader.num_computed < leader.num_prompt
             and request.num_tokens == request.num_prompt
-            and request.read_cache
-            and self.prefix_cache is not None
-            and request.is_scored
+            and request.uses_cache
+            and self.cache.prefix is not None
         )
 
     def _take_blocks(self, request: Request) -> bool:
         """Admit the request if its blocks are there: those of all its tokens, less what the prefix cache holds."""
-        chain = self._match(request)
-        hits = [node.block for node in chain]
-        tokens = min(request.num_tokens + 1, request.max_cached_tokens)
-        needed = self._blocks_for(tokens) - len(hits)
-        available = self.pool.num_available - sum(self.pool.is_cached(block) for block in hits)
-        if self.config.admission == "reserve":
-            wanted = self._blocks_for(request.max_cached_tokens) - len(hits) + self._outstanding_blocks()
+        if self.cache.reserve:
+            headroom = sum(map(self.cache.outstanding_blocks, self.running))
         else:
-            wanted = needed + len(self.running)
-        if wanted > available:
+            headroom = len(self.running) * len(self.config.groups)
+        if not self.cache.admit(request, headroom):
             return False
 
         self._dequeue(request)
         if self.counters is not None and request.num_preemptions == 0:
             request.order = (-1, self._starts)  # whose turn came later gives way first, and not who arrived later
             self._starts += 1
-        self.pool.acquire(hits)  # before allocating, which might otherwise evict them
-        request.append_blocks(hits)
-        request.append_blocks(self.pool.allocate(needed, after=hits[-1] if hits else None))
-        request.num_computed = len(hits) * self.config.block_size
-        request.num_published = len(hits)
-        request.node = chain[-1] if chain else None
         request.status = Status.RUNNING
         insort(self.running, request, key=_order)
         if request.num_preemptions == 0:
-            request.num_cached = request.num_computed
-            if self.prefix_cache is not None and request.read_cache and request.is_scored:
-                self._queried_tokens += request.num_prompt
-            self._hit_tokens += request.num_cached
             self.admitted.append(request)
             if self.counters is not None:
                 self.counters.charge(request.tenant, input_tokens=request.num_prompt - request.num_cached)
@@ -450,52 +458,10 @@ class Scheduler:
             self._recomputed_tokens += max(0, request.num_lost - request.num_computed)
         return True
 
-    def _match(self, request: Request) -> list[PrefixNode]:
-        if self.prefix_cache is None or not request.is_scored or not request.read_cache:
-            return []
-        tokens = request.token_ids[: request.num_tokens]
-        self.prefix_cache.extend_keys(request.keys, tokens, request.salt)
-        request.chain = self.prefix_cache.match(request.keys, tokens, request.salt, request.chain)
-        return request.chain
-
-    def _outstanding_blocks(self) -> int:
-        """Blocks the running requests may still ask for."""
-        return sum(self._blocks_for(request.max_cached_tokens) - request.num_blocks for request in self.running)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.config.block_size)
-
-    def _publish(self, request: Request) -> None:
-        """Offer the blocks that are full of computed tokens to the prefix cache."""
-        cache = self.prefix_cache
-        size = self.config.block_size
-        full = request.num_computed // size
-        if cache is None or request.num_published >= full:
-            return
-        cache.extend_keys(request.keys, request.token_ids[: full * size], request.salt)
-        while request.num_published < full:
-            index = request.num_published
-            tokens = request.token_ids[index * size : (index + 1) * size]
-            block = int(request.block_ids[index])
-            node = cache.publish(request.node, request.keys[index], request.salt, tokens, block)
-            if node is None:
-                request.num_published = self._blocks_for(len(request.token_ids))  # a key collided: publish no more
-                return
-            request.node = node
-            request.num_published += 1
-
     def _finish_reason(self, request: Request, token_id: int) -> Literal["stop", "length"] | None:
         if token_id in request.params.stop_token_ids:
             return "stop"
         return "length" if request.num_outputs == request.max_tokens else None
-
-    def _release(self, request: Request) -> None:
-        """Give all blocks of a request back."""
-        self.pool.release(request.blocks)
-        request.num_blocks = 0
-        request.num_computed = 0
-        request.num_published = 0
-        request.node = None
 
 
 def _order(request: Request) -> tuple[int, int]:

@@ -83,14 +83,14 @@ class CacheMachine(RuleBasedStateMachine):
 
         assert len(chain) * SIZE < len(tokens), "the whole prompt was found"
         for index, node in enumerate(chain):
-            assert self.contents[node.block] == sequence.prefix(index + 1), "another prompt's block was found"
-            assert self.pool.is_published(node.block)
+            assert self.contents[node.blocks[0]] == sequence.prefix(index + 1), "another prompt's block was found"
+            assert self.pool.is_published(node.blocks[0])
         longest = 0
         while (longest + 1) * SIZE < len(tokens) and sequence.prefix(longest + 1) in self.known:
             longest += 1
         assert len(chain) == longest if self.exact else len(chain) <= longest
 
-        hits = [node.block for node in chain]
+        hits = [node.blocks[0] for node in chain]
         needed = -(-len(tokens) // SIZE) - len(hits)
         if needed > self.pool.num_available - sum(self.pool.is_cached(block) for block in hits):
             return
@@ -113,15 +113,15 @@ class CacheMachine(RuleBasedStateMachine):
         block, prefix = sequence.blocks[index], sequence.prefix(index + 1)
         self.contents[block] = prefix
         content = tokens[index * SIZE : (index + 1) * SIZE]
-        node = self.cache.publish(sequence.node, sequence.keys[index], sequence.salt, content, block)
+        node = self.cache.publish(sequence.node, sequence.keys[index], sequence.salt, content, [block])
         if node is None:
             assert not self.exact, "two prefixes had the same key"
             sequence.collided = True
             return
         if prefix in self.known:
-            assert node.block == self.known[prefix], "the first publication of a prefix was replaced"
+            assert node.blocks[0] == self.known[prefix], "the first publication of a prefix was replaced"
         else:
-            assert node.block == block
+            assert node.blocks[0] == block
             self.known[prefix] = block
         sequence.node = node
         sequence.published += 1
@@ -182,14 +182,14 @@ class Book:
         node = None
         for index, key in enumerate(keys):
             content = array(tokens)[index * SIZE : (index + 1) * SIZE]
-            node = self.cache.publish(node, key, salt, content, blocks[index])
+            node = self.cache.publish(node, key, salt, content, [blocks[index]])
             assert node is not None
         return blocks
 
     def find(self, tokens: list[int], salt: str = "") -> list[int]:
         keys: list[bytes] = []
         self.cache.extend_keys(keys, array(tokens), salt)
-        return [node.block for node in self.cache.match(keys, array(tokens), salt)]
+        return [node.blocks[0] for node in self.cache.match(keys, array(tokens), salt)]
 
 
 def test_the_longest_common_prefix_of_full_blocks_is_found() -> None:
@@ -229,7 +229,7 @@ def test_a_forged_collision_is_a_miss_and_publishes_nothing(monkeypatch: pytest.
     assert book.find([1, 2, 3]) == first
     assert book.find([7, 8, 3]) == []
     (other,) = book.pool.allocate(1)
-    assert book.cache.publish(None, b"same", "", array([7, 8]), other) is None
+    assert book.cache.publish(None, b"same", "", array([7, 8]), [other]) is None
     assert not book.pool.is_published(other)
     assert book.find([1, 2, 3]) == first
 
@@ -265,7 +265,7 @@ def test_a_chain_is_whole_again_when_an_evicted_ancestor_is_computed_again() -> 
 
     key: list[bytes] = []
     book.cache.extend_keys(key, array([1, 2]), "")
-    book.cache.publish(None, key[0], "", array([1, 2]), twin[0])
+    book.cache.publish(None, key[0], "", array([1, 2]), twin[:1])
     assert book.find([1, 2, 3, 4, 5]) == twin
     book.cache.check_integrity()
 

@@ -184,7 +184,7 @@ class Driver:
         assert stats.unused_slots == sum(size - tokens for tokens in filled.values()), "slots are unused, or used twice"
         totals = (
             stats.preemptions,
-            stats.evicted_blocks,
+            sum(stats.evicted_by.values()),
             stats.queried_tokens,
             stats.hit_tokens,
             stats.recomputed_tokens,

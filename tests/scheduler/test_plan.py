@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from server.kvpool.table import BlockTable
 from server.scheduler.plan import build_plan
 from server.scheduler.request import Request
 from server.step import SamplingParams
@@ -27,7 +28,8 @@ def sequence(
     scored: int = 0,
 ) -> Request:
     request = Request("r", prompt, params, max_tokens, prompt_logprobs=prompt_logprobs)
-    request.append_blocks(blocks)
+    request.tables = [BlockTable()]
+    request.tables[0].append(blocks)
     for token in outputs:
         request.append_token(token)
     request.num_computed = computed

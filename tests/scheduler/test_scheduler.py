@@ -817,7 +817,7 @@ class TestReports:
         first, second = (driver.add(prompt(5, seed), 9) for seed in range(2))
         driver.step()
         spoilers: dict[str, Callable[[], object]] = {
-            "leak": lambda: setattr(first, "num_blocks", 1),
+            "leak": lambda: first.tables[0].drop_from(1),
             "order": lambda: driver.scheduler.running.reverse(),
             "status": lambda: setattr(second, "status", Status.FINISHED),
             "computed": lambda: setattr(second, "num_computed", 99),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from server.kvpool.host import HostTensors
 from server.kvpool.layout import CACHE_DTYPES, CacheLayout
 from server.kvpool.tensors import KVTensors
 from server.model.attention import select_backends
@@ -34,6 +35,7 @@ class ModelRunner:
     The model is switched to paged attention, probed, and compared with itself as it was (`server.model.probe`).
 
     specs: the layers. layout: what they cache. pool: the cache's memory, only the trash block until `allocate`.
+    host: its second tier, nothing until `allocate_host`.
     backends: the name of each layer's attention backend.
 
     Args:
@@ -84,6 +86,7 @@ class ModelRunner:
                 backend,
                 take_over_temperature(layer.module),
                 group_of[layer.spec.layer_idx],
+                layer.latent,
             )
             for layer, backend in zip(probed, backends, strict=True)
         }
@@ -105,8 +108,16 @@ class ModelRunner:
         pin_rope(self.model, max_model_len)
 
     def allocate(self, num_blocks: int) -> None:
-        """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block."""
+        """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block.
+
+        What host memory holds belonged to the old one: there is none until `allocate_host` is called again.
+        """
         self.pool = KVTensors(self.layout, num_blocks, self._dtype, self.device)
+        self.allocate_host(0)
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Replace what the pool has of host memory by `num_blocks` empty blocks, numbered from 0."""
+        self.host = HostTensors(self.pool, num_blocks)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -116,9 +127,13 @@ class ModelRunner:
 
         Raises:
             SequencesFailed: from the sampler (NonFiniteLogits) or a constraint; the pool holds the step's keys and
-                values all the same.
+                values all the same, and the blocks that were to be copied are copied: they must not be copied again,
+                as what was to be saved may be overwritten by now.
         """
         clock = _Clock(self.device)
+        self.host.save(plan.saves)
+        self.host.load(plan.loads)
+        clock.lap()
         pending = self._mask_filler.begin(plan)
         try:
             logits = self.compute_logits(plan)
@@ -131,8 +146,8 @@ class ModelRunner:
         token_ids, logprobs = self._sampler.sample(logits[:num_samples], plan, masks)
         scores = self._sampler.score(logits[num_samples:], plan)
         clock.lap()
-        forward_seconds, sample_seconds = clock.seconds()
-        return StepResult(token_ids, logprobs, scores, forward_seconds, sample_seconds)
+        copy_seconds, forward_seconds, sample_seconds = clock.seconds()
+        return StepResult(token_ids, logprobs, scores, forward_seconds, sample_seconds, copy_seconds)
 
     def measure_worst_step(self, max_tokens: int, max_seqs: int, logit_rows: int) -> int:
         """Bytes that a step takes at most beside weights and pool, for so many packed tokens, sequences and logits.
@@ -162,7 +177,8 @@ class ModelRunner:
         }
         matrices = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables]
         hidden: int = config.hidden_size
-        widest = max([hidden, *(max(matrix.shape[-2:]) for matrix in matrices)])
+        queries = [spec.num_heads * spec.key_dim for spec in self.specs]
+        widest = max([hidden, *queries, *(max(matrix.shape[-2:]) for matrix in matrices)])
         active: int = getattr(config, "num_experts_per_tok", None) or 1
         logits: int = 3 * logit_rows * config.vocab_size * 4
         activations: int = 3 * max_tokens * (2 * active * widest + hidden) * self._dtype.itemsize

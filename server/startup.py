@@ -171,10 +171,12 @@ def _tell_metrics(
         max_model_len=card.max_model_len,
         block_size=settings.block_size,
         num_blocks=division.num_blocks - 1,
-        kv_cache_dtype=card.dtype,
+        kv_cache_dtype=layout.dtype.name,
         prefix_caching=settings.enable_prefix_caching,
         max_num_seqs=settings.step_limits(loaded.device.type).max_num_seqs,
         max_queued_requests=settings.max_queued_requests,
+        block_bytes=layout.bytes_per_block,
+        host_blocks=0,
     )
     metrics.engine.loaded(report)
     metrics.pool.allocated(report)

@@ -9,6 +9,9 @@ stops paying when many query heads share a KV head.
 All else goes to torch's flash kernel, a call for each run of consecutive blocks. The kernel returns the log-sum-exp of
 its scores beside its output, so runs are merged exactly (the reduction of FlashAttention, arXiv:2205.14135, section
 3.1). Query heads that share a KV head are the kernel's queries for that head, so keys and values are never repeated.
+
+The flash kernel keeps its weights to itself, so rows whose attention is observed are left to the reference where they
+are not sparse. Their context is bounded by the budget for which they are observed.
 """
 
 from __future__ import annotations
@@ -23,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.model.attention.metadata import StepMetadata, make_buckets
-from server.model.attention.reference import hidden_keys
+from server.model.attention.metadata import Bucket, StepMetadata, make_buckets
+from server.model.attention.reference import attend_row, hidden_keys
+from server.model.attention.scores import add_scores, score_places
 from server.model.spec import LayerSpec
 from server.step import Int32Array, Int64Array
 
@@ -48,6 +52,8 @@ class _SparseRows:
     weights: [nnz], the softmax of the scores' values.
     parts: for rows padded to one width, views [rows, heads, width] of scores' values and of weights, and the padding
         [rows, 1, width].
+    observed: for each part the rows that are observed, and the places of their keys' scores [kv_heads, rows, width],
+        flattened; None when there are none.
     """
 
     queries: Tensor
@@ -56,6 +62,7 @@ class _SparseRows:
     starts: Tensor
     weights: Tensor
     parts: list[tuple[Tensor, Tensor, Tensor]]
+    observed: list[tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +108,8 @@ class CpuBackend:
     ) -> Tensor:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
         shape = (spec.visibility, spec.num_heads, spec.num_kv_heads)
-        if spec.num_heads < DENSE_GROUP * spec.num_kv_heads and query.dtype == torch.float32:
+        is_sparse = spec.num_heads < DENSE_GROUP * spec.num_kv_heads and query.dtype == torch.float32
+        if is_sparse:
             sparse = step.once(("cpu-sparse", shape), lambda: _plan_sparse(step, spec))
             if sparse is not None:
                 self._attend_sparse(query, sink, spec, step, sparse, out)
@@ -111,6 +119,11 @@ class CpuBackend:
                 self._attend_runs(query, sink, spec, decodes, out)
         for row in step.once(("cpu-prompts", shape), lambda: _plan_prompts(step, spec)):
             self._attend_prompt(query, key, value, sink, spec, step, row, out)
+        if step.observed is not None:
+            grouped = query.unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1)
+            left = step.observed & (step.query_lens > 1) if is_sparse else step.observed
+            for observed in np.flatnonzero(left).tolist():
+                attend_row(observed, grouped, sink, spec, step, out)
         return out
 
     def _attend_sparse(
@@ -123,11 +136,18 @@ class CpuBackend:
         # or -inf where it is padded, which becomes NaN and is masked again.
         torch.sparse.sampled_addmm(rows.scores, chosen, keys.t(), beta=0.0, alpha=spec.scale, out=rows.scores)
         strengths = []
-        for scores, weights, padding in rows.parts:
+        for (scores, weights, padding), observed in zip(rows.parts, rows.observed, strict=True):
             scores.masked_fill_(padding, -math.inf)
             torch.softmax(scores, -1, out=weights)
             if sink is not None:
                 strengths.append(torch.sigmoid(scores.logsumexp(-1) - sink))
+            if observed is not None:
+                members, places = observed
+                received = weights.index_select(0, members)
+                if sink is not None:
+                    received *= strengths[-1].index_select(0, members)[..., None]
+                by_group = received.unflatten(1, (spec.num_kv_heads, -1))
+                add_scores(step.pool, spec.layer_idx, places, by_group.sum(2).transpose(0, 1))
         mixed = F.embedding_bag(
             rows.columns, values, rows.starts, mode="sum", per_sample_weights=rows.weights, include_last_offset=True
         ).view(-1, spec.num_heads, spec.value_dim)
@@ -226,18 +246,27 @@ def _plan_sparse(step: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
     scores = torch.sparse_csr_tensor(
         starts, columns, values, (len(rows) * heads, spec.num_kv_heads * num_slots), check_invariants=False
     )
-    return _SparseRows(torch.cat([bucket.queries for bucket in buckets]), scores, columns, starts, weights, parts)
+    queries = torch.cat([bucket.queries for bucket in buckets])
+    observed = [_plan_observed(step, spec, bucket) for bucket in buckets]
+    return _SparseRows(queries, scores, columns, starts, weights, parts, observed)
+
+
+def _plan_observed(step: StepMetadata, spec: LayerSpec, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
+    if bucket.observed is None:
+        return None
+    slots = bucket.slots.view(bucket.padding.shape).index_select(0, bucket.observed)
+    return bucket.observed, score_places(step.pool, spec.num_kv_heads, slots.flatten())
 
 
 def _plan_runs(step: StepMetadata, spec: LayerSpec) -> _RunRows:
-    rows = np.flatnonzero(step.query_lens == 1)
+    rows = np.flatnonzero((step.query_lens == 1) & ~step.observed_rows)
     runs = _runs(step, rows, step.first_visible(rows, spec.visibility), step.host_context_lens[rows])
     queries = torch.from_numpy(step.query_starts[rows].astype(np.int64))
     return _RunRows(queries, [[step.pool.runs(*run) for run in pieces] for pieces in runs])
 
 
 def _plan_prompts(step: StepMetadata, spec: LayerSpec) -> list[_PromptRow]:
-    rows = np.flatnonzero(step.query_lens > 1)
+    rows = np.flatnonzero((step.query_lens > 1) & ~step.observed_rows)
     context_lens = step.host_context_lens[rows]
     earlier_lens = context_lens - step.query_lens[rows]
     plans = []

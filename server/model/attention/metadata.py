@@ -48,8 +48,10 @@ class StepMetadata:
         plan: T = self._plans[key]
         return plan
 
-    def is_observed(self, row: int) -> bool:
-        return self.observed is not None and bool(self.observed[row])
+    @property
+    def observed_rows(self) -> npt.NDArray[np.bool_]:
+        """bool [B], `observed` where it is None, too."""
+        return np.zeros(len(self.host_context_lens), dtype=np.bool_) if self.observed is None else self.observed
 
     @property
     def query_lens(self) -> Int32Array:
@@ -128,6 +130,7 @@ def _make_bucket(step: StepMetadata, rows: Int64Array, first: Int64Array, width:
 
 
 def _observed_of(step: StepMetadata, rows: Int64Array) -> Tensor | None:
-    if step.observed is None or not step.observed[rows].any():
+    observed = np.flatnonzero(step.observed_rows[rows])
+    if not len(observed):
         return None
-    return torch.from_numpy(np.flatnonzero(step.observed[rows])).to(step.slots.device, non_blocking=True)
+    return torch.from_numpy(observed).to(step.slots.device, non_blocking=True)

@@ -70,7 +70,7 @@ def attend_row(
         group = spec.num_heads // spec.num_kv_heads
         hidden = hidden.repeat_interleave(group, 0)[None, None]
         mixed, weights = _softmax_attention(q, keys[:, None], values[:, None], hidden, sink, spec)
-        if step.is_observed(row):
+        if step.observed is not None and step.observed[row]:
             places = score_places(step.pool, spec.num_kv_heads, slots)
             add_scores(step.pool, spec.layer_idx, places, weights.sum(2))
         out[start:stop] = mixed[:, 0].unflatten(1, (stop - start, group)).transpose(0, 1).flatten(1, 2)

@@ -51,14 +51,6 @@ MAY_LOAD_TORCH = {
     "kvpool.compaction",
     "bench.bare",
 }
-    "model",
-    "startup",
-    "kvpool.tensors",
-    "kvpool.quantise",
-    "kvpool.host",
-    "kvpool.compaction",
-    "bench.bare",
-}
 """Rooms and modules that import torch or transformers when they are imported themselves."""
 
 

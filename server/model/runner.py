@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from server.kvpool.compaction import compact
 from server.kvpool.host import HostTensors
-from server.kvpool.layout import CACHE_DTYPES, CacheLayout
+from server.kvpool.layout import CACHE_DTYPES, EVERYTHING, CacheLayout
 from server.kvpool.tensors import KVTensors
 from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
@@ -45,6 +46,7 @@ class ModelRunner:
         max_model_len: longest sequence that will be served; by default the most that the configuration promises.
             Rotary embeddings that depend on the sequence's length are fixed for this one.
         vocab_size: ids from here on are never drawn; by default those beyond the model's own vocabulary.
+        scored: whether the cache has a score for each head of a token, for eviction by attention.
 
     Raises:
         UnsupportedModel: the model could only be served wrongly.
@@ -59,6 +61,7 @@ class ModelRunner:
         *,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        scored: bool = False,
     ) -> None:
         self.model = model.eval()
         self.device = model.device
@@ -73,7 +76,7 @@ class ModelRunner:
         backends = select_backends(backend, self.specs, self.device)
         self.backends = tuple(backend.name for backend in backends)
         self._dtype = probed[0].dtype
-        self.layout: CacheLayout = cache_layout(self.specs, CACHE_DTYPES[_name(self._dtype)], block_size)
+        self.layout: CacheLayout = cache_layout(self.specs, CACHE_DTYPES[_name(self._dtype)], block_size, scored)
 
         pin_rope(model, self.max_model_len)
         ids = probe_tokens(model.config, _CHECKED_TOKENS)
@@ -107,6 +110,11 @@ class ModelRunner:
         self.max_model_len = max_model_len
         pin_rope(self.model, max_model_len)
 
+    @property
+    def serves_budgets(self) -> bool:
+        """Whether sequences may give tokens up: a window or chunk counts them, and would see others than it should."""
+        return all(spec.visibility == EVERYTHING for spec in self.specs)
+
     def allocate(self, num_blocks: int) -> None:
         """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block.
 
@@ -128,11 +136,15 @@ class ModelRunner:
         Raises:
             SequencesFailed: from the sampler (NonFiniteLogits) or a constraint; the pool holds the step's keys and
                 values all the same, and the blocks that were to be copied are copied: they must not be copied again,
-                as what was to be saved may be overwritten by now.
+                as what was to be saved may be overwritten by now. Compactions are done, too, and what the step's
+                queries saw has its scores.
         """
         clock = _Clock(self.device)
         self.host.save(plan.saves)
         self.host.load(plan.loads)
+        clock.lap()
+        for compaction in plan.compactions:
+            compact(self.pool, compaction)
         clock.lap()
         pending = self._mask_filler.begin(plan)
         try:
@@ -146,8 +158,10 @@ class ModelRunner:
         token_ids, logprobs = self._sampler.sample(logits[:num_samples], plan, masks)
         scores = self._sampler.score(logits[num_samples:], plan)
         clock.lap()
-        copy_seconds, forward_seconds, sample_seconds = clock.seconds()
-        return StepResult(token_ids, logprobs, scores, forward_seconds, sample_seconds, copy_seconds)
+        copy_seconds, compaction_seconds, forward_seconds, sample_seconds = clock.seconds()
+        return StepResult(
+            token_ids, logprobs, scores, forward_seconds, sample_seconds, copy_seconds, compaction_seconds
+        )
 
     def measure_worst_step(self, max_tokens: int, max_seqs: int, logit_rows: int) -> int:
         """Bytes that a step takes at most beside weights and pool, for so many packed tokens, sequences and logits.
@@ -170,7 +184,7 @@ class ModelRunner:
     def _estimate_step(self, max_tokens: int, logit_rows: int) -> int:
         """Logits, their float32 form and the sampler's copy; for each token the residual stream and the two widest
         activations of a layer, thrice over for operands and results that are alive together; and the reference
-        backend's scores of a long prompt, where it has layers."""
+        backend's scores of a long prompt, where it has layers or computes those of observed sequences."""
         config, model = self.model.config, self.model
         tables = {
             id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
@@ -182,7 +196,11 @@ class ModelRunner:
         active: int = getattr(config, "num_experts_per_tok", None) or 1
         logits: int = 3 * logit_rows * config.vocab_size * 4
         activations: int = 3 * max_tokens * (2 * active * widest + hidden) * self._dtype.itemsize
-        heads = [spec.num_heads for spec, name in zip(self.specs, self.backends, strict=True) if name == "reference"]
+        heads = [
+            spec.num_heads
+            for spec, name in zip(self.specs, self.backends, strict=True)
+            if name == "reference" or self.layout.scored
+        ]
         scores = min(MAX_SCORES, max([0, *heads]) * max_tokens * self.max_model_len)
         return logits + activations + 3 * scores * 4
 
@@ -211,6 +229,9 @@ class ModelRunner:
                 slots.view(plan.slots.shape), tables.view(plan.block_tables.shape), plan.block_tables, strict=True
             )
         ]
+        if plan.observed is not None:
+            written = plan.slots[:, np.repeat(plan.observed, np.diff(plan.query_starts))].ravel()
+            self.pool.reset_scores(torch.from_numpy(written).to(self.device, non_blocking=True))
         inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False}
         with attending(PagedAttention(self._layers, steps)):
             if self._keeps_logits:

@@ -37,11 +37,12 @@ class ReferenceBackend:
             keys, values = step.pool.read(spec.layer_idx, bucket.slots)
             k, v = keys.unflatten(1, bucket.padding.shape), values.unflatten(1, bucket.padding.shape)
             q = grouped.index_select(1, bucket.queries)
-            mixed, weights = _softmax_attention(q, k, v, bucket.padding[None, :, None, :], sink, spec)
-            if bucket.observed is not None:
+            watched = bucket.observed is not None
+            mixed, received = _softmax_attention(q, k, v, bucket.padding[None, :, None, :], sink, spec, watched)
+            if received is not None and bucket.observed is not None:
                 slots = bucket.slots.view(bucket.padding.shape).index_select(0, bucket.observed)
                 places = score_places(step.pool, spec.num_kv_heads, slots.flatten())
-                add_scores(step.pool, spec.layer_idx, places, weights.index_select(1, bucket.observed).sum(2))
+                add_scores(step.pool, spec.layer_idx, places, received.index_select(1, bucket.observed))
             out.index_copy_(0, bucket.queries, mixed.transpose(0, 1).flatten(1, 2))
         for row in rest.tolist():
             attend_row(row, grouped, sink, spec, step, out)
@@ -57,6 +58,7 @@ def attend_row(
     """
     begin, end = int(step.query_starts[row]), int(step.query_starts[row + 1])
     context_len = int(step.host_context_lens[row])
+    watched = step.observed is not None and bool(step.observed[row])
     at_once = max(1, MAX_SCORES // (spec.num_heads * context_len))
     for start in range(begin, end, at_once):
         stop = min(start + at_once, end)
@@ -69,10 +71,9 @@ def attend_row(
         q = grouped[:, start:stop].flatten(1, 2)[:, None]
         group = spec.num_heads // spec.num_kv_heads
         hidden = hidden.repeat_interleave(group, 0)[None, None]
-        mixed, weights = _softmax_attention(q, keys[:, None], values[:, None], hidden, sink, spec)
-        if step.observed is not None and step.observed[row]:
-            places = score_places(step.pool, spec.num_kv_heads, slots)
-            add_scores(step.pool, spec.layer_idx, places, weights.sum(2))
+        mixed, received = _softmax_attention(q, keys[:, None], values[:, None], hidden, sink, spec, watched)
+        if received is not None:
+            add_scores(step.pool, spec.layer_idx, score_places(step.pool, spec.num_kv_heads, slots), received)
         out[start:stop] = mixed[:, 0].unflatten(1, (stop - start, group)).transpose(0, 1).flatten(1, 2)
 
 
@@ -96,11 +97,11 @@ def _split(step: StepMetadata, spec: LayerSpec) -> tuple[list[Bucket], Int64Arra
 
 
 def _softmax_attention(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, sink: Tensor | None, spec: LayerSpec
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, sink: Tensor | None, spec: LayerSpec, watched: bool
+) -> tuple[Tensor, Tensor | None]:
     """Attention of q [kv_heads, B, queries, key_dim] over k, v [kv_heads, B, keys, dim] -> [kv_heads, B, queries, dim].
 
-    Also returns its float32 weights [kv_heads, B, queries, keys], without the sink's.
+    Also returns, if `watched`, what each key received: the sum of its float32 weights [kv_heads, B, keys].
 
     `hidden` broadcasts to the scores [kv_heads, B, queries, keys]. The queries of a KV head are ordered with the heads
     of its group innermost.
@@ -116,4 +117,4 @@ def _softmax_attention(
         logits = sink.float().view(spec.num_kv_heads, 1, 1, group)
         column = logits.expand(-1, q.shape[1], q.shape[2] // group, -1).flatten(2)[..., None]
         weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
-    return torch.matmul(weights.to(v.dtype), v), weights
+    return torch.matmul(weights.to(v.dtype), v), weights.sum(2) if watched else None

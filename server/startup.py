@@ -13,6 +13,7 @@ from server.config import ServeSettings
 from server.generation import ModelCard
 from server.kvpool.layout import CacheLayout
 from server.metrics import Metrics
+from server.model.errors import ModelLoadError
 from server.model.loader import LoadedModel, load_model
 from server.model.memory import MemoryDivision, available_memory, divide_memory, readable, startup_report
 from server.model.runner import ModelRunner
@@ -56,7 +57,14 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             settings.block_size,
             max_model_len=loaded.max_model_len,
             vocab_size=_vocab_size(loaded),
+            scored=settings.eviction == "h2o",
         ).result()
+        if settings.eviction is not None and not runner.serves_budgets:
+            raise ModelLoadError(
+                f"--kv-policy {settings.eviction} does not go with this model: some of its layers see only a window or "
+                "chunk of the text, which is counted in places of the cache, and evicting tokens moves these; "
+                "leave out --kv-policy and --kv-budget"
+            )
         step_bytes = device.submit(
             runner.measure_worst_step,
             limits.max_num_batched_tokens,

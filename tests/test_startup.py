@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,3 +110,21 @@ def test_the_weights_are_counted(checkpoint: Path, device: ThreadPoolExecutor) -
 def test_a_pool_that_cannot_be_had_is_refused(checkpoint: Path, device: ThreadPoolExecutor) -> None:
     with pytest.raises(ModelLoadError, match="at most --kv-blocks"):
         start(checkpoint, device, kv_blocks=10**9)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+def test_budgets_are_refused_where_layers_have_windows(tmp_path: Path, device: ThreadPoolExecutor, policy: str) -> None:
+    config = save_tiny_checkpoint(tmp_path) / "config.json"
+    windowed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    config.write_text(json.dumps(json.loads(config.read_text()) | windowed))
+    with pytest.raises(ModelLoadError, match=f"--kv-policy {policy} does not go with this model"):
+        start(tmp_path, device, kv_blocks=8, kv_policy=policy)
+
+
+@pytest.mark.parametrize(("policy", "scored"), [("h2o", True), ("window", False), (None, False)])
+def test_only_eviction_by_attention_has_scores(
+    checkpoint: Path, device: ThreadPoolExecutor, policy: str | None, scored: bool
+) -> None:
+    started, _ = start(checkpoint, device, kv_blocks=8, kv_policy=policy)
+    assert started.runner.layout.scored == scored
+    assert (started.runner.pool.scores is not None) == scored

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 from server.kvpool.compaction import compact
 from server.kvpool.host import HostTensors
 from server.kvpool.layout import CACHE_DTYPES, EVERYTHING, CacheLayout
-from server.kvpool.tensors import KVTensors
+from server.kvpool.tensors import KVTensors, unpacked_bytes
 from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
 from server.model.attention.reference import MAX_SCORES
@@ -46,6 +47,7 @@ class ModelRunner:
         max_model_len: longest sequence that will be served; by default the most that the configuration promises.
             Rotary embeddings that depend on the sequence's length are fixed for this one.
         vocab_size: ids from here on are never drawn; by default those beyond the model's own vocabulary.
+        cache_dtype: how the cache stores numbers, a name of CACHE_DTYPES; "auto" is as the model computes.
         scored: whether the cache has a score for each head of a token, for eviction by attention.
 
     Raises:
@@ -61,6 +63,7 @@ class ModelRunner:
         *,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        cache_dtype: str = "auto",
         scored: bool = False,
     ) -> None:
         self.model = model.eval()
@@ -76,7 +79,8 @@ class ModelRunner:
         backends = select_backends(backend, self.specs, self.device)
         self.backends = tuple(backend.name for backend in backends)
         self._dtype = probed[0].dtype
-        self.layout: CacheLayout = cache_layout(self.specs, CACHE_DTYPES[_name(self._dtype)], block_size, scored)
+        computed = CACHE_DTYPES[_name(self._dtype)]
+        self.layout: CacheLayout = cache_layout(self.specs, computed, block_size, scored)
 
         pin_rope(model, self.max_model_len)
         ids = probe_tokens(model.config, _CHECKED_TOKENS)
@@ -100,6 +104,8 @@ class ModelRunner:
             self.max_model_len,
             _CHECKED_CHUNKS[0],
         )
+        # Only now: the check judges how the model is served, not what a smaller cache costs.
+        self.layout = replace(self.layout, dtype=computed if cache_dtype == "auto" else CACHE_DTYPES[cache_dtype])
         self.allocate(1)
 
     def limit_length(self, max_model_len: int) -> None:
@@ -126,6 +132,12 @@ class ModelRunner:
     def allocate_host(self, num_blocks: int) -> None:
         """Replace what the pool has of host memory by `num_blocks` empty blocks, numbered from 0."""
         self.host = HostTensors(self.pool, num_blocks)
+
+    @property
+    def unpacked_block_bytes(self) -> int:
+        """What each block of the pool may take beside it in a step, for backends that read no other numbers than the
+        model computes with: it is unpacked for one layer at a time."""
+        return unpacked_bytes(self.layout, self._dtype) if "cpu" in self.backends else 0
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

@@ -4,7 +4,8 @@ Rows with one query, most of a busy server's, are computed together as sparse ma
 entries only at the slots that the query sees, and those weights times the values are bags of embeddings. Torch has
 both products, parallel over rows and free to look anywhere in the pool, so the block tables need not be contiguous and
 a layer costs a handful of calls however many sequences there are. Their inner products are taken one by one, which
-stops paying when many query heads share a KV head.
+stops paying when many query heads share a KV head. Where the pool stores other numbers than the model computes with,
+"in place" is what `server.model.attention.unpacked` lays out of it.
 
 All else goes to torch's flash kernel, a call for each run of consecutive blocks. The kernel returns the log-sum-exp of
 its scores beside its output, so runs are merged exactly (the reduction of FlashAttention, arXiv:2205.14135, section
@@ -26,9 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.kvpool.tensors import KVTensors
 from server.model.attention.metadata import Bucket, StepMetadata, make_buckets
 from server.model.attention.reference import attend_row, hidden_keys
 from server.model.attention.scores import add_scores, score_places
+from server.model.attention.unpacked import unpacked_step
 from server.model.spec import LayerSpec
 from server.step import Int32Array, Int64Array
 
@@ -107,12 +110,13 @@ class CpuBackend:
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, spec: LayerSpec, step: StepMetadata
     ) -> Tensor:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
+        stored, step = step, unpacked_step(step, spec)
         shape = (spec.visibility, spec.num_heads, spec.num_kv_heads)
         is_sparse = spec.num_heads < DENSE_GROUP * spec.num_kv_heads and query.dtype == torch.float32
         if is_sparse:
-            sparse = step.once(("cpu-sparse", shape), lambda: _plan_sparse(step, spec))
+            sparse = step.once(("cpu-sparse", shape), lambda: _plan_sparse(step, stored, spec))
             if sparse is not None:
-                self._attend_sparse(query, sink, spec, step, sparse, out)
+                self._attend_sparse(query, sink, spec, step.pool, stored.pool, sparse, out)
         else:
             decodes = step.once(("cpu-runs", shape), lambda: _plan_runs(step, spec))
             if decodes.runs:
@@ -123,14 +127,21 @@ class CpuBackend:
             grouped = query.unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1)
             left = step.observed & (step.query_lens > 1) if is_sparse else step.observed
             for observed in np.flatnonzero(left).tolist():
-                attend_row(observed, grouped, sink, spec, step, out)
+                attend_row(observed, grouped, sink, spec, stored, out)
         return out
 
     def _attend_sparse(
-        self, query: Tensor, sink: Tensor | None, spec: LayerSpec, step: StepMetadata, rows: _SparseRows, out: Tensor
+        self,
+        query: Tensor,
+        sink: Tensor | None,
+        spec: LayerSpec,
+        pool: KVTensors,
+        scored: KVTensors,
+        rows: _SparseRows,
+        out: Tensor,
     ) -> None:
-        keys = step.pool.flat_keys(spec.layer_idx).flatten(0, 1)
-        values = step.pool.flat_values(spec.layer_idx).flatten(0, 1)
+        keys = pool.flat_keys(spec.layer_idx).flatten(0, 1)
+        values = pool.flat_values(spec.layer_idx).flatten(0, 1)
         chosen = query.index_select(0, rows.queries).flatten(0, 1)
         # With beta = 0 the old values still enter as 0 * value. They are this row's own: its score in another layer,
         # or -inf where it is padded, which becomes NaN and is masked again.
@@ -147,7 +158,7 @@ class CpuBackend:
                 if sink is not None:
                     received *= strengths[-1].index_select(0, members)[..., None]
                 by_group = received.unflatten(1, (spec.num_kv_heads, -1))
-                add_scores(step.pool, spec.layer_idx, places, by_group.sum(2).transpose(0, 1))
+                add_scores(scored, spec.layer_idx, places, by_group.sum(2).transpose(0, 1))
         mixed = F.embedding_bag(
             rows.columns, values, rows.starts, mode="sum", per_sample_weights=rows.weights, include_last_offset=True
         ).view(-1, spec.num_heads, spec.value_dim)
@@ -222,7 +233,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return (outputs * weights).sum(0).to(outputs.dtype), total
 
 
-def _plan_sparse(step: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
+def _plan_sparse(step: StepMetadata, stored: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
     rows = np.flatnonzero(step.query_lens == 1)
     if not len(rows):
         return None
@@ -247,7 +258,10 @@ def _plan_sparse(step: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
         starts, columns, values, (len(rows) * heads, spec.num_kv_heads * num_slots), check_invariants=False
     )
     queries = torch.cat([bucket.queries for bucket in buckets])
-    observed = [_plan_observed(step, spec, bucket) for bucket in buckets]
+    # Of the same lengths, so the same buckets; but with the slots whose scores they are.
+    same = step is stored or step.observed is None
+    scored = buckets if same else make_buckets(stored, rows, spec.visibility, sys.maxsize, FILL)
+    observed = [_plan_observed(stored, spec, bucket) for bucket in scored]
     return _SparseRows(queries, scores, columns, starts, weights, parts, observed)
 
 

@@ -34,6 +34,7 @@ _AUTO_SEQS = {"cpu": 32, "cuda": 256}
 _AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
 _AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
 _LEAST_QUEUED_TOKENS = 2**20
+_LEAST_KV_BUDGET = 8
 
 
 def parse_size(value: object) -> object:
@@ -446,6 +447,13 @@ class ServeSettings(BaseSettings):
             raise PydanticCustomError(
                 "together", "--kv-policy none keeps the whole cache of a request, --kv-budget a part: give one of them"
             )
+        if self.kv_budget is not None and self.kv_budget < self.least_kv_budget:
+            raise PydanticCustomError(
+                "together",
+                "--kv-budget is {budget}, but must be at least {least} with --block-size {size}: raise it, or lower "
+                "the other",
+                {"budget": self.kv_budget, "least": self.least_kv_budget, "size": self.block_size},
+            )
         if self.kv_host_memory and not self.enable_prefix_caching:
             raise PydanticCustomError(
                 "together",
@@ -469,6 +477,11 @@ class ServeSettings(BaseSettings):
         if self.kv_policy is None:
             return None if self.kv_budget is None else "h2o"
         return None if self.kv_policy == "none" else self.kv_policy
+
+    @property
+    def least_kv_budget(self) -> int:
+        """Tokens: room for the attention sinks and as many recent tokens, in no less than two blocks."""
+        return max(_LEAST_KV_BUDGET, 2 * self.block_size)
 
     @property
     def objectives(self) -> Objectives:

@@ -27,9 +27,11 @@ from typing import Literal
 
 from server.kvpool.blocks import BlockPool
 from server.kvpool.prefix import PrefixCache, PrefixNode
+from server.reports import CacheSnapshot
 from server.scheduler.fairness import TokenCounters
 from server.scheduler.plan import build_plan
 from server.scheduler.request import Request, Status
+from server.scheduler.snapshot import cache_snapshot
 from server.step import StepPlan, StepResult, TokenLogprobs
 
 WaitingReason = Literal["slots", "kv_blocks", "token_budget", "shared_prompt"]
@@ -296,6 +298,11 @@ class Scheduler:
             hit_tokens=self._hit_tokens,
             recomputed_tokens=self._recomputed_tokens,
         )
+
+    def snapshot(self) -> CacheSnapshot:
+        """Who holds which blocks now; also while a step is in progress."""
+        ended = [request for request in self._holders() if request.status is Status.FINISHED]
+        return cache_snapshot(self.pool, self.config.block_size, self.running, ended, self.waiting)
 
     def check_integrity(self) -> None:
         """Check the pool, the prefix cache and the lists; raises AssertionError. May be called at any time."""

@@ -11,11 +11,18 @@ from dataclasses import dataclass
 
 from server.config import ServeSettings
 from server.generation import ModelCard
-from server.kvpool.layout import CacheLayout
 from server.metrics import Metrics
 from server.model.errors import ModelLoadError
 from server.model.loader import LoadedModel, load_model
-from server.model.memory import MemoryDivision, available_memory, divide_memory, readable, startup_report
+from server.model.memory import (
+    MemoryDivision,
+    available_main_memory,
+    available_memory,
+    divide_memory,
+    host_blocks,
+    readable,
+    startup_report,
+)
 from server.model.runner import ModelRunner
 from server.reports import ModelReport, StartupPhase
 from server.scheduler.scheduler import Scheduler, SchedulerConfig
@@ -57,6 +64,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             settings.block_size,
             max_model_len=loaded.max_model_len,
             vocab_size=_vocab_size(loaded),
+            cache_dtype=settings.kv_cache_dtype,
             scored=settings.eviction == "h2o",
         ).result()
         if settings.eviction is not None and not runner.serves_budgets:
@@ -78,11 +86,15 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             weight_bytes=loaded.weight_bytes,
             available_bytes=available_memory(loaded.device),
             step_bytes=step_bytes,
+            unpacked_bytes=runner.unpacked_block_bytes,
             max_model_len=loaded.max_model_len,
         )
+        left_bytes = division.left_bytes if loaded.device.type == "cpu" else available_main_memory()
+        num_host_blocks = host_blocks(settings, runner.layout, left_bytes)
         report("allocating the cache", 0.0)
         logger.info("allocating a cache of %s", readable(division.pool_bytes))
         device.submit(runner.allocate, division.num_blocks).result()
+        device.submit(runner.allocate_host, num_host_blocks).result()
 
     scheduler = Scheduler(
         SchedulerConfig(
@@ -100,7 +112,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
     if card.max_model_len < loaded.max_model_len:
         runner.limit_length(card.max_model_len)
     _announce(settings, loaded, runner, card, division)
-    _tell_metrics(settings, metrics, loaded, runner.layout, card, division)
+    _tell_metrics(settings, metrics, loaded, runner, card, division)
     return Started(card, loaded.device.type, loaded.tokenizer, runner, scheduler)
 
 
@@ -143,6 +155,7 @@ def _announce(
         [spec.window for spec in runner.specs],
         loaded.max_model_len,
         division,
+        runner.host.num_blocks,
     ):
         logger.info("%s", line)
     logger.info(
@@ -164,14 +177,16 @@ def _tell_metrics(
     settings: ServeSettings,
     metrics: Metrics,
     loaded: LoadedModel,
-    layout: CacheLayout,
+    runner: ModelRunner,
     card: ModelCard,
     division: MemoryDivision,
 ) -> None:
+    layout = runner.layout
+    left_bytes = division.left_bytes - (runner.host.nbytes if loaded.device.type == "cpu" else 0)
     metrics.engine.memory("weights", division.weight_bytes)
     metrics.engine.memory("kv_cache", division.num_blocks * layout.bytes_per_block)
     metrics.engine.memory("activations_peak", division.step_bytes)
-    metrics.engine.memory("device_free", max(0, division.left_bytes))
+    metrics.engine.memory("device_free", max(0, left_bytes))
     report = ModelReport(
         model=loaded.root,
         revision=loaded.revision,
@@ -184,7 +199,7 @@ def _tell_metrics(
         max_num_seqs=settings.step_limits(loaded.device.type).max_num_seqs,
         max_queued_requests=settings.max_queued_requests,
         block_bytes=layout.bytes_per_block,
-        host_blocks=0,
+        host_blocks=runner.host.num_blocks,
     )
     metrics.engine.loaded(report)
     metrics.pool.allocated(report)

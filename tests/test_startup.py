@@ -112,6 +112,26 @@ def test_a_pool_that_cannot_be_had_is_refused(checkpoint: Path, device: ThreadPo
         start(checkpoint, device, kv_blocks=10**9)
 
 
+def test_host_memory_is_a_whole_number_of_blocks(
+    checkpoint: Path, device: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        started, registry = start(checkpoint, device, kv_blocks=8, kv_host_memory=5 * BLOCK_BYTES + 7)
+    host = started.runner.host
+    assert host.nbytes == 5 * BLOCK_BYTES
+    assert "5 more blocks, 80 tokens" in "\n".join(caplog.messages)
+    free = registry.get_sample_value("sluice_kv_cache_host_blocks", {"model_name": "tiny", "state": "free"})
+    assert free == host.num_blocks == 5
+
+
+@pytest.mark.parametrize(("asked", "reason"), [(BLOCK_BYTES - 1, f"takes {BLOCK_BYTES} bytes"), (2**50, "at most")])
+def test_host_memory_that_cannot_be_had_is_refused(
+    checkpoint: Path, device: ThreadPoolExecutor, asked: int, reason: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=f"--kv-host-memory .*{reason}"):
+        start(checkpoint, device, kv_blocks=8, kv_host_memory=asked)
+
+
 @pytest.mark.parametrize("policy", ["h2o", "window"])
 def test_budgets_are_refused_where_layers_have_windows(tmp_path: Path, device: ThreadPoolExecutor, policy: str) -> None:
     config = save_tiny_checkpoint(tmp_path) / "config.json"

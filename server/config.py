@@ -34,7 +34,11 @@ _AUTO_SEQS = {"cpu": 32, "cuda": 256}
 _AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
 _AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
 _LEAST_QUEUED_TOKENS = 2**20
-_LEAST_KV_BUDGET = 8
+
+
+def least_kv_budget(block_size: int) -> int:
+    """Tokens: room for the attention sinks and as many recent tokens, in no less than two blocks."""
+    return max(8, 2 * block_size)
 
 
 def parse_size(value: object) -> object:
@@ -480,8 +484,8 @@ class ServeSettings(BaseSettings):
 
     @property
     def least_kv_budget(self) -> int:
-        """Tokens: room for the attention sinks and as many recent tokens, in no less than two blocks."""
-        return max(_LEAST_KV_BUDGET, 2 * self.block_size)
+        """The smallest that the server or a request may set, in tokens."""
+        return least_kv_budget(self.block_size)
 
     @property
     def objectives(self) -> Objectives:

@@ -112,6 +112,16 @@ def test_windows_bound_what_their_layers_take(capsys: pytest.CaptureFixture[str]
     assert any("cannot have a budget" in note for note in result["notes"])
 
 
+def test_a_token_further_back_takes_what_the_layers_without_a_window_store(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    types = ["full_attention", "full_attention", "sliding_attention"] * 2
+    config.write_text(json.dumps({**TINY, "num_hidden_layers": 6, "layer_types": types, "sliding_window": 64}))
+    result = plan(capsys, config, "--weights-bytes", 0)
+    assert result["layers_per_block"] == 2
+    assert any(f"further back takes {4 * 2 * (8 + 8) * 2:,} B" in note for note in result["notes"])
+
+
 def test_where_every_layer_has_a_window_any_length_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config.write_text(json.dumps({**TINY, "model_type": "mistral", "sliding_window": 64}))
     result = plan(capsys, config, "--weights-bytes", 0, "--memory", "1MiB")
@@ -323,6 +333,7 @@ def test_lengths_to_fit_by_default_end_at_the_longest(config: Path, capsys: pyte
         (["--dtype", "int8"], "--dtype"),
         (["--kv-cache-dtype", "int3"], "--kv-cache-dtype"),
         (["--kv-budget", "0"], "--kv-budget"),
+        (["--kv-budget", "64", "31"], "--kv-budget must be at least 32 tokens with --block-size 16"),
         (["--kv-host-memory", "1XB"], "--kv-host-memory"),
     ],
 )

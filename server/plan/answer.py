@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.checkpoint import Weights
+from server.config import least_kv_budget
 from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheDtype, CacheLayout
 from server.kvpool.shapes import ModelShape
 from server.kvpool.sizing import paged, reserve_maximum, sequence_bytes, tokens_that_fit, usable_blocks
@@ -126,6 +127,8 @@ def make_plan(name: str, shape: ModelShape, weights: Weights, dtype: str, ask: Q
     max_length = ask.max_length or shape.max_length
     if max_length is not None and (longest := max((*ask.seq_lens, *ask.lengths), default=0)) > max_length:
         raise PlanError(f"{longest:,} tokens are more than the model's {max_length:,}: raise --max-model-len")
+    if ask.budgets and min(ask.budgets) < (least := least_kv_budget(ask.block_size)):
+        raise PlanError(f"--kv-budget must be at least {least} tokens with --block-size {ask.block_size}")
     cache_bytes = int(max(0, ask.memory_bytes - weights.nbytes) * ask.utilization)
     default_lens = (length for length in (1024, 4096, max_length or 16384) if length <= (max_length or length))
     seq_lens = sorted(set(ask.seq_lens or default_lens))

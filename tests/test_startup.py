@@ -148,3 +148,25 @@ def test_only_eviction_by_attention_has_scores(
     started, _ = start(checkpoint, device, kv_blocks=8, kv_policy=policy)
     assert started.runner.layout.scored == scored
     assert (started.runner.pool.scores is not None) == scored
+
+
+def test_the_cache_has_the_type_that_was_asked_for(
+    checkpoint: Path, device: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 50 * BLOCK_BYTES
+    with caplog.at_level(logging.INFO):
+        started, registry = start(checkpoint, device, kv_bytes=asked, max_num_seqs=8, kv_cache_dtype="int8")
+    per_token = 2 * 2 * 2 * (8 + 4)  # a byte a number and a scale for each head's key and value
+    assert started.runner.pool.nbytes == asked // (16 * per_token) * 16 * per_token
+    assert {storage.dtype for storage in started.runner.pool.storages} == {torch.int8, torch.float32}
+    told = "\n".join(caplog.messages)
+    assert "tiny, float32 on cpu" in told
+    assert f"cache   int8, {per_token} bytes a token" in told
+    assert registry.get_sample_value("sluice_memory_bytes", {"model_name": "tiny", "kind": "kv_cache"}) <= asked
+    information = [
+        sample.labels["kv_cache_dtype"]
+        for metric in registry.collect()
+        for sample in metric.samples
+        if "kv_cache_dtype" in sample.labels
+    ]
+    assert set(information) == {"int8"}

@@ -56,7 +56,7 @@ class KVTensors:
         self.block_size = layout.block_size
         layers, slots = layout.layers, num_blocks * layout.block_size
         places = [0] * len(layers) if one_at_a_time else _places(layout)
-        self._dtype = dtype
+        self.dtype = dtype
         self._keys = _Store(
             [(layer.kv_heads, _key_parts(layer)) for layer in layers], places, slots, layout.dtype, dtype, device
         )
@@ -138,9 +138,9 @@ class KVTensors:
 
         What no step has needed yet has no pages of main memory.
         """
-        dtype = CACHE_DTYPES[str(self._dtype).removeprefix("torch.")]
+        dtype = CACHE_DTYPES[str(self.dtype).removeprefix("torch.")]
         layout = replace(self.layout, dtype=dtype, scored=False)
-        return KVTensors(layout, self.num_blocks, self._dtype, self.device, one_at_a_time=True)
+        return KVTensors(layout, self.num_blocks, self.dtype, self.device, one_at_a_time=True)
 
     def unpack(self, layer: int, blocks: Tensor) -> None:
         """Lay keys and values of blocks [n], each named once, out as the first n blocks of the layer in `unpacked`."""

@@ -67,7 +67,7 @@ def divide_memory(
 
     On a GPU it takes `--gpu-memory-utilization` of what weights and the largest step leave. On a CPU it takes
     CPU_SHARE of that, but no more than max_num_seqs sequences of max_model_len tokens can use.
-    step_bytes: what the largest step takes, but for the cache that it unpacks, which takes up to unpacked_bytes a block.
+    step_bytes: what the largest step takes but for the cache that it unpacks, which is up to unpacked_bytes a block.
     Raises ModelLoadError where not one block for a sequence fits beside the trash block, or where the size asked for
     is more than there is.
     """

@@ -16,6 +16,7 @@ from server.kvpool.compaction import compact
 from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheLayout, LayerLayout
 from server.kvpool.tensors import KVTensors
 from server.step import Compaction, EvictionPolicy
+from tests.kvpool.kept import kept_tokens
 
 LAYERS = (
     LayerLayout(AttentionKind.GQA, 2, 8, 8),
@@ -50,26 +51,6 @@ def contents(pool: KVTensors) -> list[list[Tensor]]:
         for layer, scores in zip(layers, pool.scores, strict=True):
             layer.append(scores.clone())
     return layers
-
-
-def kept_tokens(scores: list[float], compaction: Compaction) -> list[int]:
-    """One by one: the first, the last, and then whichever is left with the most."""
-    length = compaction.length
-    first = list(range(compaction.sinks))
-    last = list(range(length - compaction.recent, length))
-    others = [token for token in range(length) if token not in first and token not in last]
-    chosen: list[int] = []
-    while len(first) + len(last) + len(chosen) < compaction.keep:
-        if compaction.policy == "window":
-            best = max(others)
-        else:
-            best = others[0]
-            for token in others:
-                if scores[token] > scores[best]:
-                    best = token
-        others.remove(best)
-        chosen.append(best)
-    return sorted(first + last + chosen)
 
 
 def compacted_by_hand(pool: KVTensors, compaction: Compaction) -> list[list[Tensor]]:

@@ -46,6 +46,9 @@ _MLA: dict[str, Any] = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
     "head_dim": DROP,
+}
+_MLA_MOE: dict[str, Any] = {
+    **_MLA,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
@@ -89,8 +92,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "starcoder2": {"head_dim": DROP, "sliding_window": 6},
     "glm4": {"partial_rotary_factor": 0.5},
     "smollm3": {},
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
+    "deepseek_v2": _MLA_MOE,
+    "deepseek_v3": _MLA_MOE,
+    "minicpm3": {**_MLA, "dim_model_base": 16},
     "llama4_text": {
         "attention_chunk_size": 8,
         "num_local_experts": 2,

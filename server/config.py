@@ -36,6 +36,11 @@ _AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
 _LEAST_QUEUED_TOKENS = 2**20
 
 
+def least_kv_budget(block_size: int) -> int:
+    """Tokens: room for the attention sinks and as many recent tokens, in no less than two blocks."""
+    return max(8, 2 * block_size)
+
+
 def parse_size(value: object) -> object:
     """Turn '8GiB', '512 MB' or '1.5g' into bytes; anything that is not text passes unchanged.
 
@@ -446,6 +451,13 @@ class ServeSettings(BaseSettings):
             raise PydanticCustomError(
                 "together", "--kv-policy none keeps the whole cache of a request, --kv-budget a part: give one of them"
             )
+        if self.kv_budget is not None and self.kv_budget < self.least_kv_budget:
+            raise PydanticCustomError(
+                "together",
+                "--kv-budget is {budget}, but must be at least {least} with --block-size {size}: raise it, or lower "
+                "the other",
+                {"budget": self.kv_budget, "least": self.least_kv_budget, "size": self.block_size},
+            )
         if self.kv_host_memory and not self.enable_prefix_caching:
             raise PydanticCustomError(
                 "together",
@@ -469,6 +481,11 @@ class ServeSettings(BaseSettings):
         if self.kv_policy is None:
             return None if self.kv_budget is None else "h2o"
         return None if self.kv_policy == "none" else self.kv_policy
+
+    @property
+    def least_kv_budget(self) -> int:
+        """The smallest that the server or a request may set, in tokens."""
+        return least_kv_budget(self.block_size)
 
     @property
     def objectives(self) -> Objectives:

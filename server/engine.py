@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeAlias
 
 from server.admission import Admission
@@ -38,7 +38,7 @@ from server.generation import (
 )
 from server.metrics import Metrics
 from server.model.errors import ModelLoadError
-from server.reports import AbortCause, StepReport
+from server.reports import AbortCause, CacheSnapshot, StepReport
 from server.scheduler.scheduler import Scheduler
 from server.session import Submission
 from server.sessions import Sessions
@@ -157,6 +157,29 @@ class AsyncEngine:
     def abort(self, request_id: str, cause: AbortCause) -> None:
         """End an open request; unknown ids, and those just finished, are ignored."""
         self._post(lambda sessions: sessions.cut_off(request_id, cause))
+
+    async def cache_snapshot(self) -> CacheSnapshot:
+        """Who holds which blocks, as the engine's thread finds it between steps or during one.
+
+        Raises EngineUnavailable while the model loads and once the engine is dead.
+        """
+        started = self._started
+        if started is None or self._sessions is None or self._stopping or self._phase is Phase.DEAD:
+            raise EngineUnavailable(self._detail, self._phase)
+        answer: Future[CacheSnapshot] = Future()
+
+        def look(_: Sessions) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
+            try:
+                if self._phase is Phase.DEAD:  # since it was asked for
+                    raise EngineUnavailable(self._detail, self._phase)
+                answer.set_result(started.scheduler.snapshot())
+            except Exception as error:  # for whoever asked; the engine goes on
+                answer.set_exception(error)
+
+        self._post(look)
+        return await asyncio.wrap_future(answer)
 
     async def drain(self, timeout: float) -> bool:
         """Refuse new requests and let the open ones finish; abort those that have not after `timeout` seconds.
@@ -288,6 +311,7 @@ class AsyncEngine:
                 self._flush(sessions)
             else:
                 self._finish_step(scheduler, sessions, plan, result, begun, now)
+        self._attend(sessions)  # to what was asked at the last moment
 
     async def _compute(self, run: Callable[[StepPlan], StepResult], plan: StepPlan, sessions: Sessions) -> StepResult:
         """Run the step on the device's thread. Who gives up meanwhile, or has no time left, does not wait for its end,
@@ -356,6 +380,8 @@ class AsyncEngine:
                 forward_seconds=result.forward_seconds,
                 sample_seconds=result.sample_seconds,
                 detokenize_seconds=now - committed,
+                copy_seconds=result.copy_seconds if plan.saves or plan.loads else None,
+                compaction_seconds=result.compaction_seconds if plan.compactions else None,
             )
         )
 

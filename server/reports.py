@@ -15,6 +15,8 @@ RejectReason: TypeAlias = Literal["invalid", "too_long", "queue_full", "queue_to
 StartupPhase: TypeAlias = Literal["import", "load_weights", "profile", "total"]
 
 ENDPOINTS = ("completions", "chat", "responses", "messages")
+STAGES = ("schedule", "copy", "compact", "forward", "sample", "detokenize")
+"""Of a step, in order."""
 FINISH_REASONS = ("stop", "length", "abort", "error")
 WAIT_REASONS = ("slots", "kv_blocks", "token_budget", "shared_prompt")
 
@@ -26,6 +28,8 @@ class StepReport:
     prefill_requests, prefill_tokens: sequences still computing their prompt (or recomputing after preemption), and the
         tokens of theirs in this step; decode_requests, decode_tokens: the others.
     duration_seconds: wall time of the whole step.
+    copy_seconds: of copies to and from host memory, None where the step had none; compaction_seconds: likewise, of
+        giving up what sequences have beyond their budgets.
     """
 
     prefill_requests: int
@@ -37,6 +41,8 @@ class StepReport:
     forward_seconds: float
     sample_seconds: float
     detokenize_seconds: float
+    copy_seconds: float | None = None
+    compaction_seconds: float | None = None
 
 
 EVICTION_CAUSES = ("prefix_lru", "sliding_window", "h2o", "window")
@@ -181,6 +187,7 @@ class ModelReport:
     """The model and its pool, once loaded.
 
     model: what the weights came from; num_blocks: those that requests can hold, so without the trash block.
+    block_bytes: of one block, in all layers; host_blocks: those of host memory, 0 without.
     max_num_seqs, max_queued_requests: how many may run together, and wait beside them.
     """
 
@@ -194,3 +201,5 @@ class ModelReport:
     prefix_caching: bool
     max_num_seqs: int
     max_queued_requests: int
+    block_bytes: int
+    host_blocks: int

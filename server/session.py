@@ -144,7 +144,9 @@ class Session:
 
     @property
     def usage(self) -> Usage:
-        return Usage(self.sequence.num_prompt, self.sequence.num_outputs, self.sequence.num_cached)
+        return Usage(
+            self.sequence.num_prompt, self.sequence.num_outputs, self.sequence.num_cached, self.sequence.num_evicted
+        )
 
     def _text_stream(self, tokenizer: Tokenizer) -> TextStream:
         if self._text is None:

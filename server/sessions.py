@@ -21,6 +21,7 @@ from server.generation import (
 )
 from server.metrics import Metrics
 from server.reports import AbortCause, PoolReport
+from server.scheduler.budget import make_budget
 from server.scheduler.request import Request
 from server.scheduler.scheduler import Progress, Scheduler
 from server.session import Session, Submission
@@ -80,6 +81,10 @@ class Sessions:
 
     def _make(self, request: GenerationRequest, submission: Submission) -> Session:
         leader = self._open.get(request.leader) if request.leader is not None else None
+        budget = None
+        if request.kv_budget is not None:
+            longest = len(request.prompt_ids) + max(0, request.max_tokens - 1)
+            budget = make_budget(request.kv_budget, request.kv_policy, self._scheduler.config.block_size, longest)
         sequence = Request(
             request.request_id,
             request.prompt_ids,
@@ -88,6 +93,7 @@ class Sessions:
             priority=request.priority,
             salt=request.cache_salt,
             read_cache=request.read_cache,
+            budget=budget,
             prompt_logprobs=request.prompt_logprobs,
             leader=leader.sequence if leader is not None else None,
             constraint=request.constraint,

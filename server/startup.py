@@ -11,12 +11,21 @@ from dataclasses import dataclass
 
 from server.config import ServeSettings
 from server.generation import ModelCard
-from server.kvpool.layout import CacheLayout
 from server.metrics import Metrics
+from server.model.errors import ModelLoadError
 from server.model.loader import LoadedModel, load_model
-from server.model.memory import MemoryDivision, available_memory, divide_memory, readable, startup_report
+from server.model.memory import (
+    MemoryDivision,
+    available_main_memory,
+    available_memory,
+    divide_memory,
+    host_blocks,
+    readable,
+    startup_report,
+)
 from server.model.runner import ModelRunner
 from server.reports import ModelReport, StartupPhase
+from server.scheduler.budget import make_budget
 from server.scheduler.scheduler import Scheduler, SchedulerConfig
 from server.text.tokenizer import Tokenizer
 
@@ -56,7 +65,15 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             settings.block_size,
             max_model_len=loaded.max_model_len,
             vocab_size=_vocab_size(loaded),
+            cache_dtype=settings.kv_cache_dtype,
+            scored=settings.eviction == "h2o",
         ).result()
+        if settings.eviction is not None and not runner.serves_budgets:
+            raise ModelLoadError(
+                f"--kv-policy {settings.eviction} does not go with this model: some of its layers see only a window or "
+                "chunk of the text, which is counted in places of the cache, and evicting tokens moves these; "
+                "leave out --kv-policy and --kv-budget"
+            )
         step_bytes = device.submit(
             runner.measure_worst_step,
             limits.max_num_batched_tokens,
@@ -70,11 +87,15 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             weight_bytes=loaded.weight_bytes,
             available_bytes=available_memory(loaded.device),
             step_bytes=step_bytes,
+            unpacked_bytes=runner.unpacked_block_bytes,
             max_model_len=loaded.max_model_len,
         )
+        left_bytes = division.left_bytes if loaded.device.type == "cpu" else available_main_memory()
+        num_host_blocks = host_blocks(settings, runner.layout, left_bytes)
         report("allocating the cache", 0.0)
         logger.info("allocating a cache of %s", readable(division.pool_bytes))
         device.submit(runner.allocate, division.num_blocks).result()
+        device.submit(runner.allocate_host, num_host_blocks).result()
 
     scheduler = Scheduler(
         SchedulerConfig(
@@ -86,13 +107,18 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             prefix_caching=settings.enable_prefix_caching,
             admission=settings.admission,
             policy=settings.scheduling_policy,
+            num_host_blocks=num_host_blocks,
+            groups=tuple(group.visibility for group in runner.layout.groups),
         )
     )
-    card = _model_card(settings, loaded, scheduler.capacity_tokens)
+    budget = None
+    if settings.eviction is not None and settings.kv_budget is not None:
+        budget = make_budget(settings.kv_budget, settings.eviction, settings.block_size)
+    card = _model_card(settings, loaded, scheduler.cache.longest(budget))
     if card.max_model_len < loaded.max_model_len:
         runner.limit_length(card.max_model_len)
     _announce(settings, loaded, runner, card, division)
-    _tell_metrics(settings, metrics, loaded, runner.layout, card, division)
+    _tell_metrics(settings, metrics, loaded, runner, card, division)
     return Started(card, loaded.device.type, loaded.tokenizer, runner, scheduler)
 
 
@@ -135,6 +161,7 @@ def _announce(
         [spec.window for spec in runner.specs],
         loaded.max_model_len,
         division,
+        runner.host.num_blocks,
     ):
         logger.info("%s", line)
     logger.info(
@@ -156,14 +183,16 @@ def _tell_metrics(
     settings: ServeSettings,
     metrics: Metrics,
     loaded: LoadedModel,
-    layout: CacheLayout,
+    runner: ModelRunner,
     card: ModelCard,
     division: MemoryDivision,
 ) -> None:
+    layout = runner.layout
+    left_bytes = division.left_bytes - (runner.host.nbytes if loaded.device.type == "cpu" else 0)
     metrics.engine.memory("weights", division.weight_bytes)
     metrics.engine.memory("kv_cache", division.num_blocks * layout.bytes_per_block)
     metrics.engine.memory("activations_peak", division.step_bytes)
-    metrics.engine.memory("device_free", max(0, division.left_bytes))
+    metrics.engine.memory("device_free", max(0, left_bytes))
     report = ModelReport(
         model=loaded.root,
         revision=loaded.revision,
@@ -171,10 +200,12 @@ def _tell_metrics(
         max_model_len=card.max_model_len,
         block_size=settings.block_size,
         num_blocks=division.num_blocks - 1,
-        kv_cache_dtype=card.dtype,
+        kv_cache_dtype=layout.dtype.name,
         prefix_caching=settings.enable_prefix_caching,
         max_num_seqs=settings.step_limits(loaded.device.type).max_num_seqs,
         max_queued_requests=settings.max_queued_requests,
+        block_bytes=layout.bytes_per_block,
+        host_blocks=runner.host.num_blocks,
     )
     metrics.engine.loaded(report)
     metrics.pool.allocated(report)

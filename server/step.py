@@ -138,8 +138,8 @@ class StepPlan:
 
     Before the pass, in this order:
     saves: blocks to copy to host memory, as (block of the pool, block of the host).
+    compactions: what sequences give up. Blocks that this frees may be written by all that follows.
     loads: blocks to copy back, as (block of the host, block of the pool).
-    compactions: what sequences of this step give up.
     """
 
     step: int

@@ -204,6 +204,8 @@ def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "gpt2"], ["--model is no option", "sluice serve MODEL"]),
         (["a", "b"], ["'b' is one argument too many"]),
         (["--kv-budget", "512", "--kv-policy", "none"], ["--kv-budget", "--kv-policy", "one of them"]),
+        (["--kv-budget", "31"], ["--kv-budget", "31", "at least 32", "--block-size 16"]),
+        (["--kv-budget", "7", "--block-size", "1"], ["--kv-budget", "at least 8"]),
         (["--kv-host-memory", "1GiB", "--no-enable-prefix-caching"], ["--kv-host-memory", "give one of them"]),
         (["--kv-bytes", "1GiB", "--kv-blocks", "9"], ["--kv-bytes", "--kv-blocks", "one of them"]),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "79"], ["--max-num-batched-tokens is 79", "at least 80"]),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from server.generation import EngineUnavailable, GenerationFailed, Phase, QueueFull, RequestTooLong
+from server.reports import CacheSnapshot
 from server.scheduler.request import Status
 from server.step import NonFiniteLogits, SamplingParams, StepPlan, StepResult
 from tests.engine_harness import Harness, collect, text_of
@@ -277,3 +280,88 @@ async def test_a_failing_step_fails_every_open_request_and_says_why(
     assert harness.value("requests_total", endpoint="completions", finish_reason="error") == 6
     assert harness.value("requests_running") == 0
     assert harness.value("engine_state", state="dead") == 1
+
+
+async def test_the_cache_can_be_looked_at_between_steps_and_during_one(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle = await asyncio.wait_for(harness.engine.cache_snapshot(), 10)
+    assert (idle.used_blocks, idle.capacity_blocks, idle.sequences) == (0, 64, ())
+    started = harness.engine._started
+    assert started is not None
+    run, in_step, go_on = started.runner.run, threading.Event(), threading.Event()
+
+    def held(plan: StepPlan) -> StepResult:
+        in_step.set()
+        assert go_on.wait(10)
+        return run(plan)
+
+    monkeypatch.setattr(started.runner, "run", held)
+    stream = harness.submit(harness.request((5,) * 40, max_tokens=400))
+    await asyncio.to_thread(in_step.wait, 10)
+    (sequence,) = (await asyncio.wait_for(harness.engine.cache_snapshot(), 10)).sequences
+    assert (sequence.request_id, sequence.status, sequence.num_tokens) == (stream.request_id, "running", 40)
+    assert sequence.num_computed == 0  # the step has not ended
+    assert sum(last - first + 1 for first, last in sequence.blocks[0]) == 3
+    waiting = asyncio.create_task(harness.engine.cache_snapshot())
+    await asyncio.sleep(0)  # it has asked
+    waiting.cancel()  # which is no trouble to the engine
+    go_on.set()
+    await anext(stream)
+    (sequence,) = (await asyncio.wait_for(harness.engine.cache_snapshot(), 10)).sequences
+    assert sequence.num_computed >= 40
+    stream.close()
+    await harness.settled()
+
+
+async def test_the_cache_of_an_engine_that_does_not_run_cannot_be_looked_at(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Harness(checkpoint)
+    with pytest.raises(EngineUnavailable, match="starting"):
+        await harness.engine.cache_snapshot()
+    await harness.ready()
+    started = harness.engine._started
+    assert started is not None
+    loop, die = asyncio.get_running_loop(), harness.engine._die
+    late: list[Future[CacheSnapshot]] = []
+
+    def fail(plan: StepPlan) -> None:
+        raise RuntimeError("the device is gone")
+
+    def asked_at_the_last_moment(detail: str) -> None:
+        late.append(asyncio.run_coroutine_threadsafe(harness.engine.cache_snapshot(), loop))
+        while not harness.engine._inbox:
+            time.sleep(0.001)
+        die(detail)
+
+    monkeypatch.setattr(started.runner, "run", fail)
+    monkeypatch.setattr(harness.engine, "_die", asked_at_the_last_moment)
+    with pytest.raises(GenerationFailed):
+        await collect(harness.submit(harness.request()))
+    for asked in (asyncio.wrap_future(late[0]), harness.engine.cache_snapshot()):
+        with pytest.raises(EngineUnavailable, match="the device is gone"):
+            await asyncio.wait_for(asked, 10)
+    await harness.engine.stop()
+
+
+async def test_a_look_at_the_cache_does_not_outlive_the_engine(checkpoint: Path) -> None:
+    harness = Harness(checkpoint)
+    await harness.ready()
+    asked = asyncio.create_task(harness.engine.cache_snapshot())
+    await asyncio.sleep(0)
+    await harness.engine.stop()
+    assert (await asyncio.wait_for(asked, 10)).used_blocks == 0
+    with pytest.raises(EngineUnavailable):
+        await harness.engine.cache_snapshot()
+
+
+async def test_whoever_looks_at_a_broken_cache_hears_of_it_and_nobody_else(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = harness.engine._started
+    assert started is not None
+    monkeypatch.setattr(started.scheduler, "snapshot", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(harness.engine.cache_snapshot(), 10)
+    assert text_of(await collect(harness.submit(harness.request(max_tokens=3))))

@@ -42,7 +42,15 @@ MAY_IMPORT = {
 }
 """For each room (a folder or a file of `server`) the others it may import, anywhere in its code."""
 
-MAY_LOAD_TORCH = {"model", "startup", "kvpool.tensors", "bench.bare"}
+MAY_LOAD_TORCH = {
+    "model",
+    "startup",
+    "kvpool.tensors",
+    "kvpool.quantise",
+    "kvpool.host",
+    "kvpool.compaction",
+    "bench.bare",
+}
 """Rooms and modules that import torch or transformers when they are imported themselves."""
 
 

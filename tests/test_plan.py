@@ -42,6 +42,12 @@ def plan(capsys: pytest.CaptureFixture[str], *argv: object) -> dict[str, Any]:
     return result
 
 
+def planned(result: dict[str, Any]) -> dict[str, Any]:
+    """The choice of cache that the rest of a plan is about."""
+    (choice,) = (choice for choice in result["caches"] if choice["planned"])
+    return dict(choice)
+
+
 def refusal(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     """What the command says as it fails, whoever of it and its parser refuses."""
     status: object
@@ -69,7 +75,7 @@ def test_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
         8192,
     )
     assert result["bytes_per_token"] == 327_680
-    assert result["fits"] == [{"tokens": 8192, "bytes": 5 * GIB // 2, "sequences": 31}]  # 32 less the trash block
+    assert planned(result)["fits"] == [{"tokens": 8192, "bytes": 5 * GIB // 2, "sequences": 31}]  # 32 less the trash
     by_kind = {row["kind"]: row for row in result["sharing"]}
     assert by_kind["MHA"]["bytes_per_token"] * 8192 == 20 * GIB
     assert by_kind["MQA"]["bytes_per_token"] == 327_680 // 8
@@ -82,7 +88,113 @@ def test_gemma_2_27b(capsys: pytest.CaptureFixture[str]) -> None:
     assert (by_kind["GQA"]["bytes_per_token"], by_kind["MHA"]["bytes_per_token"]) == (376_832, 753_664)
     assert by_kind["MHA"]["tokens"] == pytest.approx(114_000, rel=0.001)
     assert [(group["layers"], group["window"]) for group in result["layers"]] == [(23, 4096), (23, None)]
-    assert any("23 of 46 layers look back 4,096" in note for note in result["notes"])
+    assert any(
+        "23 of 46 layers look back 4,096" in note and f"a token further back takes {376_832 // 2:,} B" in note
+        for note in result["notes"]
+    )
+
+
+def test_windows_bound_what_their_layers_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """Gemma-2-27B: 23 layers keep all of a sequence, 23 at most 4,096 tokens and the part of a block before them."""
+    argv = (CONFIGS / "gemma-2-27b.json", "--max-model-len", 65536, "--seq-len", 4096, 65536, "--weights-bytes", 0)
+    result = plan(capsys, *argv, "--memory", "10GiB", "--utilization", 1)
+    half = 376_832 // 2 * 16  # a block of half of the layers
+    assert (result["bytes_per_block"], result["layers_per_block"]) == (half, 23)
+    free = 10 * GIB // half - 1
+    assert (result["blocks"], result["tokens"]) == (free, free // 2 * 16)
+    short, long = planned(result)["fits"]
+    assert (short["bytes"], short["sequences"]) == (2 * 256 * half, free // (2 * 256))
+    assert (long["bytes"], long["sequences"]) == ((4096 + 257) * half, free // (4096 + 257))
+    assert planned(result)["longest"] == (free - 257) * 16
+    (own,) = (row for row in result["sharing"] if row["own"])
+    assert own["longest_bytes"] == long["bytes"]
+    assert [choice["budget"] for choice in result["caches"]] == [None, None]
+    assert any("cannot have a budget" in note for note in result["notes"])
+
+
+def test_a_token_further_back_takes_what_the_layers_without_a_window_store(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    types = ["full_attention", "full_attention", "sliding_attention"] * 2
+    config.write_text(json.dumps({**TINY, "num_hidden_layers": 6, "layer_types": types, "sliding_window": 64}))
+    result = plan(capsys, config, "--weights-bytes", 0)
+    assert result["layers_per_block"] == 2
+    assert any(f"further back takes {4 * 2 * (8 + 8) * 2:,} B" in note for note in result["notes"])
+
+
+def test_where_every_layer_has_a_window_any_length_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config.write_text(json.dumps({**TINY, "model_type": "mistral", "sliding_window": 64}))
+    result = plan(capsys, config, "--weights-bytes", 0, "--memory", "1MiB")
+    assert planned(result)["longest"] is None
+    assert any("2 of 2 layers look back 64 tokens and keep no more than that" in note for note in result["notes"])
+    cramped = plan(capsys, config, "--weights-bytes", 0, "--memory", "10KiB")
+    assert planned(cramped)["longest"] == cramped["blocks"] * 16 == 48
+
+
+def test_layers_of_different_widths_keep_everything_and_the_plan_says_so(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    types = ["sliding_attention", "full_attention"]
+    wide = {**TINY, "layer_types": types, "sliding_window": 64, "head_dim": 8, "global_head_dim": 16}
+    config.write_text(json.dumps(wide))
+    result = plan(capsys, config, "--weights-bytes", 0, "--memory", "1MiB", "--seq-len", 512)
+    assert planned(result)["fits"][0]["bytes"] == 512 * 2 * 2 * (8 + 16) * 2
+    assert any("1 of 2 layers look back 64 tokens only, but the pool keeps" in note for note in result["notes"])
+
+
+def test_every_way_to_keep_the_cache_of_llama_3_70b(capsys: pytest.CaptureFixture[str]) -> None:
+    """80 layers of 8 heads: a bfloat16 head takes 512 B, an int8 one 256 and two scales, and a score 4 more."""
+    argv = (CONFIGS / "llama-3-70b.json", "--weights-bytes", 0, "--memory", "80GiB", "--utilization", 1)
+    result = plan(capsys, *argv, "--seq-len", 8192, "--kv-budget", 2048, 1024)
+    assert [(choice["dtypes"], choice["budget"]) for choice in result["caches"]] == [
+        (dtypes, budget) for budget in (None, 1024, 2048) for dtypes in (["bfloat16"], ["int8", "fp8"])
+    ]
+    heads = [choice["bytes_per_token"] / 640 for choice in result["caches"]]
+    assert heads == [512, 264, 516, 268, 516, 268]
+    for choice in result["caches"]:
+        held = {None: 8192, 1024: 1280, 2048: 2560}[choice["budget"]]
+        blocks = 80 * GIB // (16 * choice["bytes_per_token"]) - 1
+        assert choice["fits"][0]["sequences"] == blocks // (held // 16)
+        assert choice["longest"] == (blocks * 16 if choice["budget"] is None else None)
+    assert planned(result)["dtypes"] == ["bfloat16"]
+    assert planned(plan(capsys, *argv, "--kv-cache-dtype", "fp8"))["dtypes"] == ["int8", "fp8"]
+
+
+def test_a_cache_type_of_its_own_is_what_the_plan_is_about(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (config, "--weights-bytes", 0, "--memory", "1MiB", "--dtype", "float32", "--lengths", "16,17")
+    whole, small = (plan(capsys, *argv, "--kv-cache-dtype", dtype) for dtype in ("auto", "int8"))
+    assert whole == plan(capsys, *argv, "--kv-cache-dtype", "float32")
+    assert (whole["bytes_per_token"], small["bytes_per_token"]) == (2 * 2 * 16 * 4, 2 * 2 * (16 + 8))
+    assert (small["dtype"], small["cache_dtype"], small["weight_bytes"]) == ("float32", "int8", 0)
+    assert small["waste"][0]["allocated_bytes"] == 2 * 512 * small["bytes_per_token"]
+    assert small["tokens"] > 2 * whole["tokens"]
+    assert [choice["dtypes"] for choice in whole["caches"]] == [
+        ["float32"],
+        ["bfloat16", "float16"],
+        ["int8", "fp8"],
+    ]
+    wider = plan(capsys, config, "--weights-bytes", 0, "--kv-cache-dtype", "float32")
+    assert [choice["dtypes"] for choice in wider["caches"]] == [["float32"], ["bfloat16"], ["int8", "fp8"]]
+    assert planned(wider)["dtypes"] == ["float32"]
+
+
+def test_a_budget_is_shown_where_the_lengths_exceed_it(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def budgets(*argv: object) -> set[int]:
+        result = plan(capsys, config, "--weights-bytes", 0, "--max-model-len", 4096, *argv)
+        return {choice["budget"] for choice in result["caches"]} - {None}
+
+    assert budgets("--seq-len", 1280) == set()
+    assert budgets("--seq-len", 1281) == {1024}
+    assert budgets("--seq-len", 100, "--kv-budget", 50) == {50}
+
+
+def test_host_memory_is_counted_in_tokens_of_prefixes(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (config, "--weights-bytes", 0, "--memory", "1MiB")
+    assert plan(capsys, *argv)["host"] is None
+    result = plan(capsys, *argv, "--kv-host-memory", "10KiB")
+    assert result["host"] == {"bytes": 10240, "blocks": 5, "tokens": 80}  # 2,048 B a block
+    assert main([*map(str, argv), "--kv-host-memory", "10KiB"]) == 0
+    assert "Host     10.00 KiB of main memory: 5 blocks, 80 tokens" in capsys.readouterr().out
 
 
 def test_deepseek_v3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +206,7 @@ def test_deepseek_v3(capsys: pytest.CaptureFixture[str]) -> None:
         ("MLA", True),
         ("MQA", False),
     ]
-    assert any("4,997,120 B a token" in note for note in result["notes"])
+    assert result["notes"] == []
 
 
 def test_weights_are_counted_as_the_model_that_is_loaded(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,8 +288,10 @@ def test_the_table_says_what_the_json_says(config: Path, capsys: pytest.CaptureF
     for number in (result["bytes_per_token"], result["blocks"], result["tokens"]):
         assert f"{number:,}" in text
     rows = [line.split() for line in text.splitlines()]
-    for fit in result["fits"]:
-        assert any(row[:1] == [f"{fit['tokens']:,}"] and row[-1] == f"{fit['sequences']:,}" for row in rows)
+    for choice in result["caches"]:
+        cells = [f"{fit['sequences']:,}" for fit in choice["fits"]]
+        name = [*(["*"] if choice["planned"] else []), *" or ".join(choice["dtypes"]).split()]
+        assert [*name, f"{choice['bytes_per_token']:,}", f"{choice['longest']:,}", *cells] in rows
     assert [row[0] for row in rows if row[-1:] and row[-1] == f"{result['tokens']:,}"] == ["*"]
     for waste in result["waste"]:
         assert any(f"{waste['waste_ratio']:.1%}" in row and row[-1] == f"{waste['at_once']:,}" for row in rows)
@@ -188,13 +302,15 @@ def test_the_table_says_what_the_json_says(config: Path, capsys: pytest.CaptureF
 def test_weights_larger_than_the_memory(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = plan(capsys, config, "--weights-bytes", "2GiB", "--memory", "1GiB")
     assert (result["cache_bytes"], result["tokens"]) == (0, 0)
-    assert [fit["sequences"] for fit in result["fits"]] == [0] * len(result["fits"])
+    assert {fit["sequences"] for choice in result["caches"] for fit in choice["fits"]} == {0}
+    assert {choice["longest"] for choice in result["caches"]} == {0}
     assert "the weights alone do not fit the memory" in result["notes"]
 
 
 def test_lengths_to_fit_by_default_end_at_the_longest(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lengths(*argv: object) -> list[int]:
-        return [fit["tokens"] for fit in plan(capsys, config, "--weights-bytes", 0, *argv)["fits"]]
+        result = plan(capsys, config, "--weights-bytes", 0, *argv)
+        return [fit["tokens"] for fit in planned(result)["fits"]]
 
     assert lengths() == [512]
     assert lengths("--max-model-len", 4096) == [1024, 4096]
@@ -214,6 +330,11 @@ def test_lengths_to_fit_by_default_end_at_the_longest(config: Path, capsys: pyte
         (["--utilization", "nan"], "no share above 0, at most 1"),
         (["--block-size", "0"], "--block-size"),
         (["--dtype", "int3"], "--dtype"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype"),
+        (["--kv-budget", "0"], "--kv-budget"),
+        (["--kv-budget", "64", "31"], "--kv-budget must be at least 32 tokens with --block-size 16"),
+        (["--kv-host-memory", "1XB"], "--kv-host-memory"),
     ],
 )
 def test_bad_options_are_named(config: Path, capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,3 +110,63 @@ def test_the_weights_are_counted(checkpoint: Path, device: ThreadPoolExecutor) -
 def test_a_pool_that_cannot_be_had_is_refused(checkpoint: Path, device: ThreadPoolExecutor) -> None:
     with pytest.raises(ModelLoadError, match="at most --kv-blocks"):
         start(checkpoint, device, kv_blocks=10**9)
+
+
+def test_host_memory_is_a_whole_number_of_blocks(
+    checkpoint: Path, device: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        started, registry = start(checkpoint, device, kv_blocks=8, kv_host_memory=5 * BLOCK_BYTES + 7)
+    host = started.runner.host
+    assert host.nbytes == 5 * BLOCK_BYTES
+    assert "5 more blocks, 80 tokens" in "\n".join(caplog.messages)
+    free = registry.get_sample_value("sluice_kv_cache_host_blocks", {"model_name": "tiny", "state": "free"})
+    assert free == host.num_blocks == 5
+
+
+@pytest.mark.parametrize(("asked", "reason"), [(BLOCK_BYTES - 1, f"takes {BLOCK_BYTES} bytes"), (2**50, "at most")])
+def test_host_memory_that_cannot_be_had_is_refused(
+    checkpoint: Path, device: ThreadPoolExecutor, asked: int, reason: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=f"--kv-host-memory .*{reason}"):
+        start(checkpoint, device, kv_blocks=8, kv_host_memory=asked)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+def test_budgets_are_refused_where_layers_have_windows(tmp_path: Path, device: ThreadPoolExecutor, policy: str) -> None:
+    config = save_tiny_checkpoint(tmp_path) / "config.json"
+    windowed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    config.write_text(json.dumps(json.loads(config.read_text()) | windowed))
+    with pytest.raises(ModelLoadError, match=f"--kv-policy {policy} does not go with this model"):
+        start(tmp_path, device, kv_blocks=8, kv_policy=policy)
+
+
+@pytest.mark.parametrize(("policy", "scored"), [("h2o", True), ("window", False), (None, False)])
+def test_only_eviction_by_attention_has_scores(
+    checkpoint: Path, device: ThreadPoolExecutor, policy: str | None, scored: bool
+) -> None:
+    started, _ = start(checkpoint, device, kv_blocks=8, kv_policy=policy)
+    assert started.runner.layout.scored == scored
+    assert (started.runner.pool.scores is not None) == scored
+
+
+def test_the_cache_has_the_type_that_was_asked_for(
+    checkpoint: Path, device: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = 50 * BLOCK_BYTES
+    with caplog.at_level(logging.INFO):
+        started, registry = start(checkpoint, device, kv_bytes=asked, max_num_seqs=8, kv_cache_dtype="int8")
+    per_token = 2 * 2 * 2 * (8 + 4)  # a byte a number and a scale for each head's key and value
+    assert started.runner.pool.nbytes == asked // (16 * per_token) * 16 * per_token
+    assert {storage.dtype for storage in started.runner.pool.storages} == {torch.int8, torch.float32}
+    told = "\n".join(caplog.messages)
+    assert "tiny, float32 on cpu" in told
+    assert f"cache   int8, {per_token} bytes a token" in told
+    assert registry.get_sample_value("sluice_memory_bytes", {"model_name": "tiny", "kind": "kv_cache"}) <= asked
+    information = [
+        sample.labels["kv_cache_dtype"]
+        for metric in registry.collect()
+        for sample in metric.samples
+        if "kv_cache_dtype" in sample.labels
+    ]
+    assert set(information) == {"int8"}

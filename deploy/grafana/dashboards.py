@@ -4,7 +4,7 @@
     python -m deploy.grafana.dashboards --check   # exit status 1 when they are not what this would write
 
 The JSON is committed, so that nobody needs this to use it: Grafana is given the folder by its provisioning, or a file
-by hand. After a change here or in overview.py, internals.py, replicas.py, queries.py or panels.py,
+by hand. After a change here or in overview.py, cache.py, internals.py, replicas.py, queries.py or panels.py,
 run it and commit both.
 """
 

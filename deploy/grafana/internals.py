@@ -1,4 +1,4 @@
-"""What is on the dashboard `sluice` about the inside of a server: tokens, cache, steps, process."""
+"""What is on the dashboard `sluice` about the inside of a server: tokens, steps, process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from deploy.grafana.queries import (
     UP,
     aggregate,
     engine_seconds,
-    fragmentation,
     gauge,
-    hit_ratio,
-    in_tokens,
-    kv_usage,
     mean,
     of_process,
     process,
@@ -24,10 +20,9 @@ from deploy.grafana.queries import (
     series,
 )
 from server.generation import Phase
-from server.reports import DiscardReason, MemoryKind, StartupPhase
+from server.reports import STAGES, DiscardReason, MemoryKind, StartupPhase
 
 STEP_PHASES = ("prefill", "decode", "mixed")
-STAGES = ("schedule", "forward", "sample", "detokenize")
 
 
 def tokens() -> list[Panel]:
@@ -104,67 +99,6 @@ def tokens() -> list[Panel]:
     ]
 
 
-def pool() -> list[Panel]:
-    return [
-        timeseries(
-            "Usage",
-            """Share of all KV blocks that running requests hold, and that of the fullest replica. Near 100 % with
-            preemptions: more memory for the cache, lower --max-num-seqs, or another replica.""",
-            "percentunit",
-            [Query(kv_usage(), "used"), Query(gauge("kv_cache_usage_ratio", how="max"), "fullest replica")],
-            most=1,
-        ),
-        timeseries(
-            "Blocks by state",
-            """KV blocks held by running requests, kept for their content (free to take), and empty; together they are
-            the capacity. No free ones is normal; no cached ones either means that the pool is full.""",
-            "none",
-            [
-                Query(gauge("kv_cache_blocks", "state"), "{{state}}", ("used", "cached", "free")),
-                Query(gauge("kv_cache_capacity_blocks"), "capacity"),
-            ],
-            stacked=True,
-        ),
-        timeseries(
-            "Fragmentation",
-            """Share of the token slots in used blocks that hold no token yet: the open ends of last blocks, and prompts
-            not yet computed. When it is high though no long prompts are under way, requests are short: lower
-            --block-size.""",
-            "percentunit",
-            [Query(fragmentation(), "empty slots")],
-            most=1,
-        ),
-        timeseries(
-            "Prefix cache hits",
-            """Share of the prompt tokens looked up that were found in the cache, each token counting once. When it
-            falls, see whether evictions rise, or whether the router spreads a prefix over replicas.""",
-            "percentunit",
-            [Query(hit_ratio(), "found")],
-            most=1,
-        ),
-        timeseries(
-            "Evictions and preemptions",
-            """Cached blocks given up for new content, and running requests sent back to the queue, a second. Evictions
-            are normal; lasting preemptions waste work: give the pool more memory or use --admission reserve.""",
-            "ops",
-            [
-                Query(rate("kv_cache_evicted_blocks_total"), "evicted blocks"),
-                Query(rate("preemptions_total"), "preemption"),
-            ],
-        ),
-        timeseries(
-            "Capacity in tokens",
-            """Tokens that all pools can hold, and the room that running requests take. Divided by the usual tokens of a
-            request (prompt and output), the capacity is how many fit at once.""",
-            "si:tok",
-            [
-                Query(in_tokens(series("kv_cache_blocks", 'state="used"')), "used"),
-                Query(in_tokens(series("kv_cache_capacity_blocks")), "capacity"),
-            ],
-        ),
-    ]
-
-
 def steps() -> list[Panel]:
     return [
         timeseries(
@@ -179,8 +113,9 @@ def steps() -> list[Panel]:
         ),
         timeseries(
             "Engine time by stage",
-            """Share of the engines' time in each stage and idle. Idle while requests wait, or anything but forward
-            being large, is the server's fault and not the model's: report it with these numbers.""",
+            """Share of the engines' time in each stage and idle. Much of copy or compact: see 'KV evictions and tiers'.
+            Idle while requests wait, or another stage than forward being large, is the server's fault and not the
+            model's: report it with these numbers.""",
             "percentunit",
             [
                 Query(

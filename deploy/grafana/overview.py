@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from deploy.grafana import internals
+from deploy.grafana import cache, internals
 from deploy.grafana.panels import Panel, Query, number, quantiles, red_from, timeseries
 from deploy.grafana.queries import (
     UP,
@@ -315,7 +315,8 @@ def rows() -> list[tuple[str, list[Panel]]]:
         ("SLO", slo()),
         ("Load", load()),
         ("Tokens", internals.tokens()),
-        ("KV pool", internals.pool()),
+        ("KV pool", cache.pool()),
+        ("KV evictions and tiers", cache.tiers()),
         ("Engine steps", internals.steps()),
         ("Process", internals.process_panels()),
     ]

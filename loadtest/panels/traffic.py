@@ -1,13 +1,15 @@
 """A load that gives every panel something to show, and what its clients saw of it.
 
 Streamed and not, completions and chat, a prefix in common, answers that end by a stop string and by length, requests
-that are invalid, too long or too many, clients that go away, and two that run out of time.
+with a budget of the cache, a prefix that comes back from host memory, requests that are invalid, too long or too many,
+clients that go away, and two that run out of time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -19,6 +21,10 @@ from server.bench.client import BenchError, Client
 from server.bench.load import model_of
 from server.bench.record import Record
 from server.config import Objectives
+from server.step import EvictionPolicy
+
+TOKEN_BYTES = 30 * 3 * (64 + 64 + 1) * 4
+"""Of a token in the embedded model's cache: 30 layers, 3 heads, a key and a value of 64 and a score, 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,9 @@ class Scale:
     """How large a load is, and the servers that it is for: with so few blocks that requests in their longest form evict
     cached ones and preempt each other.
 
-    slots, queue: requests that a server runs, and lets wait; blocks, block_tokens: of its cache.
+    slots, queue: requests that a server runs, and lets wait; blocks, block_tokens: of its cache, and host_blocks: of
+        its host memory, more than of the cache so that what has just left that is still there.
+    budget: tokens that a request keeps which has a budget; two such requests fit in the cache together.
     long_tokens: of an answer under pressure; endless_tokens: of one that takes longer than anybody waits for it.
     talks: conversations, two at a time; seconds: how long more requests come than a server can take; steady_seconds:
         how long before and after that it has half as many as it can run.
@@ -36,12 +44,23 @@ class Scale:
     queue: int
     blocks: int
     block_tokens: int
+    host_blocks: int
+    budget: int
     long_tokens: int
     endless_tokens: int
     talks: int
     seconds: float
     steady_seconds: float
     objectives: Objectives
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_tokens * TOKEN_BYTES
+
+    @property
+    def slack(self) -> int:
+        """Tokens beyond its budget that a request takes before it drops as many: a quarter, at least four blocks."""
+        return max(4, math.ceil(self.budget / 4 / self.block_tokens)) * self.block_tokens
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -51,15 +70,19 @@ class Scale:
             f"--max-queued-requests={self.queue}",
             f"--kv-blocks={self.blocks}",
             f"--block-size={self.block_tokens}",
+            f"--kv-host-memory={self.host_blocks * self.block_bytes}",
+            "--kv-policy=h2o",
             "--max-num-batched-tokens=64",  # a start measures the largest step, and prompts take several
             f"--slo-ttft={self.objectives.ttft_seconds:g}",
             f"--slo-inter-token={self.objectives.inter_token_seconds:g}",
         )
 
 
-QUICK = Scale(4, 4, 16, 8, 20, 100, talks=4, seconds=1.5, steady_seconds=0.0, objectives=Objectives(300.0, 60.0))
+QUICK = Scale(
+    4, 4, 16, 8, 24, 16, 20, 100, talks=4, seconds=1.5, steady_seconds=0.0, objectives=Objectives(300.0, 60.0)
+)
 """Objectives so far away that only what ran out of time misses them: the clients know exactly how many that are."""
-LONG = Scale(8, 8, 32, 16, 56, 400, talks=4, seconds=25.0, steady_seconds=40.0, objectives=Objectives(5.0, 0.5))
+LONG = Scale(8, 8, 32, 16, 48, 40, 56, 400, talks=4, seconds=25.0, steady_seconds=40.0, objectives=Objectives(5.0, 0.5))
 
 PREFIX = "You are a careful clerk of a small harbour town. Answer in one short sentence, name the ship, and be kind. "
 GONE_AFTER = 3  # chunks that a client reads before it goes away
@@ -70,6 +93,8 @@ class Outcome:
     """One request as its client saw it.
 
     end: "stop", "length", "abort" or "refused"; cause: of an abort or a refusal, in the metrics' words.
+    policy: by which it kept its budget, None for one without. returned: whether all that was cached of its prompt had
+        left the device before.
     """
 
     endpoint: str
@@ -77,6 +102,8 @@ class Outcome:
     record: Record
     end: str
     cause: str = ""
+    policy: EvictionPolicy | None = None
+    returned: bool = False
 
 
 class Traffic:
@@ -103,6 +130,8 @@ class Traffic:
         self._model = await model_of(self._client)
         await self._refusals(1)
         await self._calm(self._scale.talks + 2 * self._number)
+        for _ in range(1 + self._number):
+            await self._budgets()
         await self._steady(self._scale.steady_seconds)
         await self._refusals(2 + self._number)
         await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._out_of_time(1.0))
@@ -110,6 +139,7 @@ class Traffic:
         await together.wait()
         await self._pressure(self._scale.seconds)
         await self._steady(self._scale.steady_seconds)
+        await self._come_back()
         self._check()
 
     async def _calm(self, talks: int) -> None:
@@ -121,6 +151,29 @@ class Traffic:
                 self._ask(self._prompt(PREFIX), 1, chat=chat, stream=False),
             )
         await asyncio.gather(*(self._ask(self._prompt(), 24, stop=["a", "e", "i", "o"]) for _ in range(2)))
+
+    async def _budgets(self) -> None:
+        """Two requests that outgrow their budgets, one by its answer and one by its prompt; nobody else is there, who
+        might have them preempted and then computed, and cut, once more."""
+        budget = self._scale.budget
+        long_prompt = PREFIX * (self._scale.blocks * self._scale.block_tokens // 40)
+        await asyncio.gather(
+            self._ask(self._prompt(), self._scale.endless_tokens, ignore_eos=True, kv_budget=budget),
+            self._ask(self._prompt(long_prompt), 8, ignore_eos=True, kv_budget=budget, kv_policy="window"),
+        )
+
+    async def _come_back(self) -> None:
+        """A prompt whose beginning was cached, until one that takes every block of the device had it moved to host
+        memory."""
+        size = self._scale.block_tokens
+        await self._ask(self._prompt(PREFIX), 1)
+        first = 1000 * (1 + self._number)  # an id like any other
+        await self._ask(list(range(first, first + (self._scale.blocks - 1) * size)), size, ignore_eos=True)
+        await self._ask(self._prompt(PREFIX), 1)
+        last = self.outcomes[-1]
+        if not last.record.cached_tokens:
+            raise BenchError("a prefix that had left the device did not come back from host memory")
+        last.returned = True
 
     async def _steady(self, seconds: float) -> None:
         """Half as many users as there are slots, all of whom send prompts that begin the same."""
@@ -165,14 +218,16 @@ class Traffic:
     def _prompt(self, prefix: str = "") -> str:
         return f"{prefix}Ship {self._number}-{next(self._topics)} came in from the sea this morning and"
 
-    def _body(self, prompt: str, max_tokens: int, chat: bool, **fields: Any) -> tuple[str, bytes]:
+    def _body(self, prompt: str | list[int], max_tokens: int, chat: bool, **fields: Any) -> tuple[str, bytes]:
         asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         asked |= {"model": self._model, "max_tokens": max_tokens, "temperature": 0, **fields}
         if fields.get("stream"):
             asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         return "/v1/chat/completions" if chat else "/v1/completions", json.dumps(asked).encode()
 
-    async def _ask(self, prompt: str, tokens: int, *, chat: bool = False, stream: bool = True, **fields: Any) -> None:
+    async def _ask(
+        self, prompt: str | list[int], tokens: int, *, chat: bool = False, stream: bool = True, **fields: Any
+    ) -> None:
         """One request that is answered, or refused because the queue is full."""
         path, body = self._body(prompt, tokens, chat, stream=stream, **fields)
         record = await (self._client.stream(path, body) if stream else self._whole(path, body))
@@ -180,7 +235,8 @@ class Traffic:
         if record.status == 429:
             self.outcomes.append(Outcome(endpoint, stream, record, "refused", "queue_full"))
         elif record.failure is None and record.finish_reason in ("stop", "length"):
-            self.outcomes.append(Outcome(endpoint, stream, record, record.finish_reason))
+            policy = fields.get("kv_policy", "h2o") if "kv_budget" in fields else None
+            self.outcomes.append(Outcome(endpoint, stream, record, record.finish_reason, policy=policy))
         else:
             raise BenchError(f"{path}: {record.failure or record.finish_reason}")
 

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 from loadtest.panels.traffic import Outcome, Scale
 from server.reports import ENDPOINTS, FINISH_REASONS, AbortCause, RejectReason
+from server.step import EvictionPolicy
 
 How: TypeAlias = Literal["total", "overall", "peak", "surge", "last"]
 Key: TypeAlias = tuple[str, str]
@@ -125,6 +126,44 @@ class Truth:
         seen = sum(outcome.record.completion_tokens or 0 for outcome in self._ended)
         return total(seen, seen + UNSEEN_TOKENS * self._causes["disconnect"])
 
+    # What the cache gives up
+
+    def _compactions(self, policy: EvictionPolicy) -> int:
+        """How often requests with a budget were cut. One holds up to budget and slack, and drops the slack whenever it
+        holds both and has a further token to compute, which its last token is not."""
+        budget, slack = self._scale.budget, self._scale.slack
+        count = 0
+        for outcome in self._ended:
+            if outcome.policy == policy:
+                computed = (outcome.record.prompt_tokens or 0) + (outcome.record.completion_tokens or 0) - 1
+                count += max(0, math.ceil((computed - budget - slack) / slack))
+        return count
+
+    def budget_tokens(self) -> dict[str, Expected]:
+        """By policy and outcome."""
+        kept = {f"{policy} kept": self._scale.budget * self._compactions(policy) for policy in get_args(EvictionPolicy)}
+        dropped = {
+            f"{policy} dropped": self._scale.slack * self._compactions(policy) for policy in get_args(EvictionPolicy)
+        }
+        return {name: total(count) for name, count in (kept | dropped).items()}
+
+    def evicted_blocks(self) -> dict[str, Expected]:
+        """By cause. Of cached blocks the clients know of those alone that came back."""
+        blocks = self._scale.slack // self._scale.block_tokens
+        by_policy = {policy: total(blocks * self._compactions(policy)) for policy in get_args(EvictionPolicy)}
+        return by_policy | {"prefix_lru": total(self.returned_blocks, math.inf), "sliding_window": total(0)}
+
+    @property
+    def returned_blocks(self) -> int:
+        """Of the prompts whose beginning had left the device."""
+        tokens = sum(outcome.record.cached_tokens or 0 for outcome in self._ended if outcome.returned)
+        return tokens // self._scale.block_tokens
+
+    def within_a_request(self, with_budget: bool) -> Expected:
+        """Of a part of a step: no longer than the longest request, with a budget or whichever, whose step it was."""
+        longest = max(o.record.e2e or 0.0 for o in self._ended if o.policy or not with_budget)
+        return Expected("overall", 0, longest * LATENCY_BUCKET)
+
     def received(self) -> dict[str, Expected]:
         kinds = Counter((outcome.endpoint, outcome.streaming) for outcome in self._outcomes)
         return {
@@ -179,6 +218,10 @@ class Truth:
         slots = self._scale.slots * self._servers
         capacity = self._scale.blocks * self._servers
         in_tokens = capacity * self._scale.block_tokens
+        in_bytes = capacity * self._scale.block_bytes
+        host_blocks = self._scale.host_blocks * self._servers
+        host_bytes = host_blocks * self._scale.block_bytes
+        returned_bytes = self.returned_blocks * self._scale.block_bytes
         expected |= _titled("Received requests by endpoint", self.received())
         expected |= _titled(
             "Finished requests by reason",
@@ -192,6 +235,10 @@ class Truth:
             "Rejections by reason",
             {reason: total(self._refusals[reason]) for reason in get_args(RejectReason)},
         )
+        expected |= _titled("Evicted blocks by cause", self.evicted_blocks())
+        expected |= _titled("Tokens kept and dropped by budgets", self.budget_tokens())
+        expected |= _titled("Compaction time", dict.fromkeys(shares, self.within_a_request(with_budget=True)))
+        expected |= _titled("Copy time", dict.fromkeys(shares, self.within_a_request(with_budget=False)))
         return expected | {
             ("Goodput", "goodput"): self.goodput(),
             ("Error ratio", "error ratio"): overall(self.error_ratio),
@@ -235,6 +282,15 @@ class Truth:
             ("Evictions and preemptions", "evicted blocks"): total(1, math.inf),
             ("Evictions and preemptions", "preemption"): total(1, math.inf),
             ("Discarded tokens by reason", "preemption"): total(1, math.inf),
+            # At rest: while the engine reports its blocks, a scrape may see them on their way from state to state.
+            ("Bytes by tier and state", ALL): Expected("last", in_bytes + host_bytes, in_bytes + host_bytes),
+            ("Bytes by tier and state", "device used"): Expected("surge", TOGETHER * in_bytes, in_bytes),
+            ("Bytes by tier and state", "host used"): Expected("peak", returned_bytes, host_bytes),
+            ("Host blocks by state", ALL): Expected("last", host_blocks, host_blocks),
+            ("Host blocks by state", "used"): Expected("peak", self.returned_blocks, host_blocks),
+            ("Host copies and evictions", "save"): total(self.returned_blocks, math.inf),
+            ("Host copies and evictions", "load"): total(self.returned_blocks, math.inf),
+            ("Host copies and evictions", "evicted from host"): total(1, math.inf),
         }
 
     def of_replica(self) -> dict[str, Expected]:

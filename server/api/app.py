@@ -12,7 +12,7 @@ from server.api.auth import AuthMiddleware, load_keys
 from server.api.cors import Cors
 from server.api.exchange import ExchangeMiddleware
 from server.api.ports import Engine
-from server.api.routes import chat, completions, health, info, messages, models, operate, responses, tokenize
+from server.api.routes import chat, completions, debug, health, info, messages, models, operate, responses, tokenize
 from server.api.service import Service
 from server.api.tracing import load_tracer
 from server.config import ServeSettings
@@ -40,6 +40,6 @@ def create_app(engine: Engine, metrics: Metrics, settings: ServeSettings) -> Fas
     app.add_exception_handler(errors.ClientGone, errors.on_client_gone)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     app.add_exception_handler(RequestValidationError, errors.on_unfit_parameter)
-    for routes in (health, models, info, completions, chat, responses, messages, tokenize, operate):
+    for routes in (health, models, info, completions, chat, responses, messages, tokenize, operate, debug):
         app.include_router(routes.router, responses=errors.RESPONSES)
     return app

@@ -16,7 +16,7 @@ from server.api.exchange import Exchange
 from server.api.ports import Stream
 from server.api.service import Service
 from server.api.watch import cancel
-from server.api.wire import UsageBody, usage_body
+from server.api.wire import UsageBody, evictions, usage_body
 from server.generation import EngineError, GenerationFailed, GenerationRequest, Output, QueueFull, Usage
 
 if TYPE_CHECKING:
@@ -189,7 +189,10 @@ class Generation:
             usage = self._usage[first]
             cached += usage.cached_tokens if usage else 0
         completion_tokens = sum(usage.completion_tokens for usage in self._usage if usage)
-        return usage_body(prompt_tokens, completion_tokens, cached)
+        evicted: int | None = None
+        if self._requests[0].kv_budget is not None:  # else nothing can have been, which need not be said
+            evicted = sum(usage.evicted_tokens for usage in self._usage if usage)
+        return usage_body(prompt_tokens, completion_tokens, cached, evicted)
 
     def close(self, cause: AbortCause = "disconnect") -> None:
         """End what still runs, and leave in the log's line what there was. The first call counts."""
@@ -214,6 +217,7 @@ class Generation:
         notes["prompt_tokens"] = usage["prompt_tokens"]
         notes["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
         notes["output_tokens"] = usage["completion_tokens"]
+        notes.update(evictions(usage))
         notes["finish_reason"] = ",".join(sorted(reasons))
 
 

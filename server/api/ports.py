@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from server.generation import EngineStatus, GenerationRequest, ModelCard, Output
 
 if TYPE_CHECKING:
-    from server.reports import AbortCause
+    from server.reports import AbortCause, CacheSnapshot
     from server.text.tokenizer import Tokenizer
 
 
@@ -53,6 +53,10 @@ class Engine(Protocol):
         ...
 
     def submit(self, requests: Sequence[GenerationRequest]) -> Sequence[Stream]: ...
+
+    async def cache_snapshot(self) -> CacheSnapshot:
+        """Who holds which blocks. Raises EngineUnavailable while the model loads and once the engine is dead."""
+        ...
 
     async def drain(self, timeout: float) -> bool: ...
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from server.api.budget import kv_budget
 from server.api.errors import invalid
 from server.api.sampling import AllowedTokens
 from server.api.wire import SamplingFields
+from server.config import ServeSettings
 from server.generation import Ending, GenerationRequest
 from server.step import Constraint, SamplingParams
 
@@ -21,8 +23,8 @@ def sequences(
     first: int,
     endpoint: str,
     streaming: bool,
+    settings: ServeSettings,
     tenant: str = "",
-    isolated: bool = False,
     prompt_logprobs: int | None = None,
     shown_special_ids: frozenset[int] = frozenset(),
     constrain: Callable[[], Constraint] | None = None,
@@ -33,11 +35,12 @@ def sequences(
     prompt_logprobs: the first sequence alone reports the scores of the prompt, which are the same for all.
     constrain: makes each sequence's own state of the grammar that they follow. Raises APIError 400 where the body also
         has `allowed_token_ids`: what one permits the other may forbid, which would leave no token to draw.
-    isolated: whether only the tenant's own requests share cached prefixes with these.
+    settings: they say with whom cached prefixes are shared, and how small a share of the cache may be asked for.
     ending: makes what tells each sequence that its text is complete.
     """
+    budget, policy = kv_budget(body, settings)
     salt = body.cache_salt or ""
-    if isolated:
+    if settings.prefix_sharing == "key":
         salt = f"{tenant}\n{salt}"  # no name holds a line's end
     permits: Constraint | None = None  # of all sequences, as it has no state
     if body.allowed_token_ids:
@@ -58,6 +61,8 @@ def sequences(
             priority=body.priority or 0,
             cache_salt=salt,
             read_cache=body.cache_prompt is not False,
+            kv_budget=budget,
+            kv_policy=policy,
             constraint=constrain() if constrain is not None else permits,
             ending=ending() if ending is not None else None,
             shown_special_ids=shown_special_ids,

@@ -20,6 +20,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_KV_BUDGET = 2**30
 
 Prompt = str | list[int]
 
@@ -147,6 +148,10 @@ class DecodingFields(Strict):
     )
     cache_salt: Text | None = Field(None, max_length=256, description="a string of up to 256 characters")
     cache_prompt: bool | None = Field(None, description="true, or false to compute the prompt anew")
+    kv_budget: int | None = Field(
+        None, ge=1, le=MAX_KV_BUDGET, description=f"an integer, twice --block-size or more, up to {MAX_KV_BUDGET}"
+    )
+    kv_policy: Literal["h2o", "window"] | None = Field(None, description="h2o or window")
     queue_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
     request_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")
 
@@ -218,10 +223,13 @@ class PromptTokensDetails(TypedDict):
 
 
 class UsageBody(TypedDict):
+    """`kv_evicted_tokens`, of all choices together, is there where they have a budget; 0 is an exact answer."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    kv_evicted_tokens: NotRequired[int]
 
 
 class LogprobsBody(TypedDict):
@@ -267,13 +275,24 @@ class ModelList(TypedDict):
     data: list[ModelBody]
 
 
-def usage_body(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> UsageBody:
-    return {
+def usage_body(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, evicted_tokens: int | None = None
+) -> UsageBody:
+    """evicted_tokens: None where no budget was in force."""
+    usage: UsageBody = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if evicted_tokens is not None:
+        usage["kv_evicted_tokens"] = evicted_tokens
+    return usage
+
+
+def evictions(usage: UsageBody) -> dict[str, int]:
+    """What every route's usage has beside its own fields where a budget was in force."""
+    return {"kv_evicted_tokens": usage["kv_evicted_tokens"]} if "kv_evicted_tokens" in usage else {}
 
 
 def members(*names: str) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from server import __version__
 from server.bench.baseline import Comparison, bare_process, compare_with_bare
 from server.bench.client import BenchError, Client
 from server.bench.constrained import SCHEMA, ConstrainedComparison
+from server.bench.fragmentation import FragmentationWatch
+from server.bench.lengths import mixed
 from server.bench.load import Limits, Run, closed_loop, count_tokens, model_of, open_loop, probe
 from server.bench.options import parse
 from server.bench.prefix import PrefixComparison
@@ -134,13 +136,16 @@ class Bench:
             verbatim=options.verbatim,
         )
         self.refused = await probe(client, workload)
+        text = "\n\n".join(self.prompts)
+
+        async def count(prompt: str) -> int:
+            return await count_tokens(client, workload, prompt)
+
+        if options.lengths:
+            self.progress.show("measuring out the prompts")
+            workload.mix = await mixed(text, workload.tag(100), count, options.seed)
         if options.shared_prefix:
             self.progress.show("measuring out the shared prefix")
-            text = "\n\n".join(self.prompts)
-
-            async def count(prompt: str) -> int:
-                return await count_tokens(client, workload, prompt)
-
             workload.prefix = prefix or await fit_prefix(text, options.shared_prefix, count, self.run_tag)
         if options.warmup:
             self.progress.show("warming up")
@@ -162,24 +167,26 @@ class Bench:
     async def closed_level(self, client: Client, workload: Workload, concurrency: int) -> Level:
         name = f"{concurrency} client" + "s" * (concurrency > 1)
         limits = self.limits(max(8, 3 * concurrency))
-        run = await closed_loop(client, workload, concurrency, limits, self.counting(name, limits))
-        return self.summary(name, run)
+        async with FragmentationWatch(client) as watch:
+            run = await closed_loop(client, workload, concurrency, limits, self.counting(name, limits))
+        return self.summary(name, run, watch)
 
     async def open_level(self, client: Client, workload: Workload, rate: float) -> Level:
         name = f"{rate:g} requests/s"
         limits = self.limits(64)
         arrivals = poisson_arrivals(rate, self.options.seed)
-        run = await open_loop(client, workload, arrivals, limits, self.counting(name, limits))
-        return self.summary(name, run)
+        async with FragmentationWatch(client) as watch:
+            run = await open_loop(client, workload, arrivals, limits, self.counting(name, limits))
+        return self.summary(name, run, watch)
 
     def counting(self, name: str, limits: Limits) -> Any:
         of = f" of {limits.requests}" if limits.requests else ""
         self.progress.show(f"{name} ...", milestone=True)
         return lambda done, failed: self.progress.show(f"{name}: {done}{of} requests, {failed} failed")
 
-    def summary(self, name: str, run: Run) -> Level:
+    def summary(self, name: str, run: Run, watch: FragmentationWatch) -> Level:
         self.progress.clear()
-        return summarize(name, run)
+        return summarize(name, run, watch.samples)
 
     def document(self, kind: str, result: Any) -> dict[str, Any]:
         """The result with what one needs to know to repeat it; the API key stays out."""

@@ -132,10 +132,10 @@ async def probe(client: Client, workload: Workload) -> list[str]:
 
 
 async def count_tokens(client: Client, workload: Workload, prompt: str) -> int:
-    """Tokens of a prompt as the server counts them."""
+    """Tokens of a prompt as the server counts them. Raises BenchError where it does not."""
     record = await client.stream(workload.path, workload.encode(prompt, 1))
     if record.failure is not None:
-        raise BenchError(f"--shared-prefix: the server does not take a prompt of that length: {record.failure}")
+        raise BenchError(f"the server does not take a prompt of {len(prompt)} characters: {record.failure}")
     if record.prompt_tokens is None:
-        raise BenchError("--shared-prefix: the server reports no usage, so the tokens of a prefix cannot be counted")
+        raise BenchError("the server reports no usage, so the tokens of a prompt cannot be counted")
     return record.prompt_tokens

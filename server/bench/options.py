@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from server.bench import lengths
+
 DESCRIPTION = """\
 Put load on an OpenAI-compatible server and measure how fast its tokens come.
 
@@ -17,11 +19,13 @@ what follows -- goes to `sluice serve`:
   sluice bench --model DIR -- --max-num-seqs 64    another one, with flags of its server
   sluice bench --url http://host:8000              a server that runs already
   sluice bench --rate 2,4 --duration 60            arrivals at random, 2 and 4 a second
+  sluice bench --lengths mixed                     short and long prompts and answers, as people's are
   sluice bench --baseline                          beside a bare loop of forward passes
   sluice bench --compare-prefix-cache              TTFT with the prefix cache on and off
   sluice bench --compare-constrained               tokens/s with half of the requests constrained
 """
 API_KEY_VARIABLE = "SLUICE_BENCH_API_KEY"
+OUTPUT_TOKENS = 64
 
 
 def _number(kind: type[int] | type[float], positive: bool = True) -> Callable[[str], int | float]:
@@ -104,7 +108,13 @@ def parser() -> argparse.ArgumentParser:
         "--verbatim", action="store_true", help="no tag of its own before each prompt: repeated ones may be cached"
     )
     work.add_argument(
-        "--output-tokens", type=_number(int), default=64, metavar="N", help="of each answer (default: 64)"
+        "--output-tokens", type=_number(int), metavar="N", help=f"of each answer (default: {OUTPUT_TOKENS})"
+    )
+    work.add_argument(
+        "--lengths",
+        choices=["mixed"],
+        help="instead of whole prompts, parts of them of mixed lengths, with answers of mixed lengths, as in "
+        f"conversations: about {lengths.PROMPT_TOKENS} tokens in and {lengths.OUTPUT_TOKENS} out on average",
     )
     work.add_argument(
         "--temperature", type=_number(float, positive=False), default=0.0, metavar="T", help="(default: 0, greedy)"
@@ -152,14 +162,17 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         top.error("--baseline and the comparisons need a server of our own: leave out --url")
     if any(flag.partition("=")[0] in ("--port", "--host") for flag in flags):
         top.error("the benchmark chooses --host and --port of its own server: leave them out")
-    fixed = ("concurrency", "rate", "duration", "shared_prefix", "chat", "verbatim", "temperature")
+    fixed = ("concurrency", "rate", "duration", "shared_prefix", "chat", "verbatim", "temperature", "lengths")
     if options.baseline and (given := [name for name in fixed if getattr(options, name)]):
         top.error("--baseline fixes the load, so leave out --" + ", --".join(given).replace("_", "-"))
     if options.input_tokens and not options.baseline:
         top.error("--input-tokens is for --baseline; other prompts are as long as they are")
     if options.turns and not (options.baseline or options.compare_prefix_cache or options.compare_constrained):
         top.error("--turns is for --baseline, --compare-prefix-cache and --compare-constrained")
+    if options.lengths and options.output_tokens:
+        top.error("--lengths mixed says how long answers are: leave out --output-tokens")
     options.turns = options.turns or 3
+    options.output_tokens = options.output_tokens or OUTPUT_TOKENS
     options.input_tokens = options.input_tokens or 128
     if options.compare_prefix_cache and options.shared_prefix is None:
         options.shared_prefix = 512

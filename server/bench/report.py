@@ -26,6 +26,7 @@ class Level:
     send_delay: how late the client sent what was due; large values mean that the client was the bottleneck.
     uncounted: requests without usage from the server: their output is counted in chunks, their input not at all.
     client_cpu: share of one core that the client used.
+    fragmentation: see `FragmentationWatch`; None where the server does not say.
     """
 
     load: str
@@ -47,12 +48,13 @@ class Level:
     tokens_per_chunk: float | None
     uncounted: int
     client_cpu: float
+    fragmentation: Distribution | None = None
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def summarize(load: str, run: Run) -> Level:
+def summarize(load: str, run: Run, fragmentation: Distribution | None = None) -> Level:
     """Sum up a run: failed requests are counted and named, and add nothing to rates and latencies."""
     good = [record for record in run.records if record.failure is None]
     kinds = Counter(record.failure for record in run.records if record.failure is not None)
@@ -81,6 +83,7 @@ def summarize(load: str, run: Run) -> Level:
         tokens_per_chunk=output / chunks if chunks else None,
         uncounted=sum(record.completion_tokens is None for record in good),
         client_cpu=run.client_cpu_seconds * per_second,
+        fragmentation=fragmentation,
     )
 
 
@@ -136,6 +139,9 @@ def _notes(level: Level) -> list[str]:
         notes.append(f"a chunk held {level.tokens_per_chunk:.1f} tokens on average")
     if level.cached_tokens:
         notes.append(f"{level.cached_tokens / level.input_tokens:.0%} of the input came from the server's prefix cache")
+    if level.fragmentation is not None:
+        mean, most = level.fragmentation.mean, level.fragmentation.max
+        notes.append(f"fragmentation of the server's KV cache {mean:.1%} on average, at most {most:.1%}")
     if level.uncounted:
         notes.append(f"{level.uncounted} answers without usage: their chunks are counted as tokens, their input not")
     if level.client_cpu > 0.2:

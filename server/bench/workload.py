@@ -69,6 +69,7 @@ class Workload:
     run: starts each tag, different from run to run.
     extras: fields beside the standard ones, those of `PROBE_EXTRAS` that the server accepts.
     schema: JSON schema that every second body asks the answer to follow.
+    mix: prompts with the tokens of their answers, instead of `prompts` and `output_tokens`.
     """
 
     prompts: Sequence[Prompt]
@@ -82,6 +83,7 @@ class Workload:
     verbatim: bool = False
     extras: dict[str, Any] = field(default_factory=dict)
     schema: dict[str, Any] | None = None
+    mix: Sequence[tuple[str, int]] = ()
     _tags: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     @property
@@ -92,12 +94,16 @@ class Workload:
         """Bodies without end, the prompts in an order shuffled by the seed; each comes once before any comes twice."""
         random = Random(self.seed)
         constrained = itertools.cycle((True, False)) if self.schema is not None else itertools.repeat(False)
+        asked: Sequence[tuple[Prompt, int]] = self.mix or [(prompt, self.output_tokens) for prompt in self.prompts]
         while True:
-            for prompt in random.sample(self.prompts, len(self.prompts)):
+            for prompt, output_tokens in random.sample(asked, len(asked)):
                 if isinstance(prompt, str):
-                    tag = "" if self.verbatim else f"[{self.run}-{next(self._tags)}] "
-                    prompt = self.prefix + tag + prompt
-                yield self.encode(prompt, self.output_tokens, self.schema if next(constrained) else None)
+                    prompt = self.prefix + self.tag(next(self._tags)) + prompt
+                yield self.encode(prompt, output_tokens, self.schema if next(constrained) else None)
+
+    def tag(self, number: int) -> str:
+        """What makes a prompt new to the server's prefix cache."""
+        return "" if self.verbatim else f"[{self.run}-{number}] "
 
     def encode(self, prompt: Prompt, max_tokens: int, schema: dict[str, Any] | None = None) -> bytes:
         """The body that asks for `max_tokens` after `prompt`, of JSON that follows `schema` where there is one."""

@@ -59,6 +59,10 @@ class BlockPool:
         """Whether the block is kept only for its contents, so that acquiring it takes it from the available ones."""
         return block in self._cached
 
+    def is_shared(self, block: int) -> bool:
+        """Whether more than one sequence holds the block."""
+        return self._references[block] > 1
+
     def is_published(self, block: int) -> bool:
         """Whether the block's contents outlive its holders."""
         return block in self._published

@@ -18,6 +18,9 @@ from functools import cached_property
 
 SCORE_BYTES = 4
 
+ENDLESS = 2**31 - 1
+"""More tokens than any sequence has."""
+
 
 class AttentionKind(StrEnum):
     """What the heads of a layer share."""

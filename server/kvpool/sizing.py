@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.kvpool.layout import CacheLayout
+from server.kvpool.layout import EVERYTHING, CacheLayout
 
 
 def usable_blocks(layout: CacheLayout, nbytes: int) -> int:
@@ -18,9 +19,28 @@ def tokens_that_fit(layout: CacheLayout, nbytes: int) -> int:
     return usable_blocks(layout, nbytes) // len(layout.groups) * layout.block_size
 
 
-def sequences_that_fit(layout: CacheLayout, nbytes: int, length: int) -> int:
-    """How many sequences of `length` tokens a pool of `nbytes` holds at once, sharing nothing."""
-    return usable_blocks(layout, nbytes) // layout.blocks_for(length)
+def sequences_that_fit(layout: CacheLayout, nbytes: int, length: int, budget: int | None = None) -> int:
+    """How many sequences of `length` tokens a pool of `nbytes` holds at once, sharing nothing.
+
+    budget: most tokens of each that stay in its cache, None for all.
+    """
+    return usable_blocks(layout, nbytes) // layout.blocks_for(most_tokens_held(length, budget, layout.block_size))
+
+
+def longest_sequence(layout: CacheLayout, nbytes: int, budget: int | None = None) -> int | None:
+    """Length of the longest sequence that a pool of `nbytes` holds, alone; None where any length fits."""
+    blocks = usable_blocks(layout, nbytes)
+    if budget is not None and layout.blocks_for(budget + budget_slack(budget, layout.block_size)) <= blocks:
+        return None
+    too_long = blocks * layout.block_size + 1
+    if layout.blocks_for(too_long) <= blocks:  # no group holds more, however long the sequence
+        return None
+    return bisect_right(range(too_long), blocks, key=layout.blocks_for) - 1
+
+
+def sequence_bytes(layout: CacheLayout, length: int) -> int:
+    """Bytes of the blocks that a sequence of `length` tokens takes, those out of every layer's sight given back."""
+    return layout.blocks_for(length) * layout.bytes_per_block
 
 
 def budget_slack(budget: int, block_size: int) -> int:
@@ -41,8 +61,8 @@ def most_tokens_held(length: int, budget: int | None, block_size: int) -> int:
 class Allocation:
     """What an allocator takes to hold given sequences at their full lengths.
 
-    used_bytes: of tokens that exist; allocated_bytes: what is taken for them; at_once: how many such sequences the
-    memory holds at a time, at their mean size.
+    used_bytes: of tokens that some layer may still look at; allocated_bytes: what is taken for them; at_once: how many
+    such sequences the memory holds at a time, at their mean size.
     """
 
     used_bytes: int
@@ -60,20 +80,38 @@ class Allocation:
 
 
 def reserve_maximum(layout: CacheLayout, lengths: Sequence[int], max_length: int, nbytes: int) -> Allocation:
-    """One slab of `max_length` tokens for each sequence, as a static cache takes it. No length may exceed it."""
+    """One slab of `max_length` tokens for each sequence, as a static cache takes it. No length may exceed it.
+
+    In layers with a window the slab is as long as the window, which such caches wrap around in.
+    """
     _check(lengths)
     if max(lengths) > max_length:
         raise ValueError(f"a sequence of {max(lengths):,} tokens is longer than the {max_length:,} to reserve")
-    slab = max_length * layout.bytes_per_token
-    return Allocation(sum(lengths) * layout.bytes_per_token, len(lengths) * slab, nbytes // slab)
+    slab = _visible_bytes(layout, max_length)
+    used = sum(_visible_bytes(layout, length) for length in lengths)
+    return Allocation(used, len(lengths) * slab, nbytes // slab)
 
 
 def paged(layout: CacheLayout, lengths: Sequence[int], nbytes: int) -> Allocation:
-    """Whole blocks as sequences grow into them: only the last block of each can be part empty."""
+    """Whole blocks as sequences grow into them, and out of them where all layers of a group have windows.
+
+    Only the last block of each can be part empty, and the first that a window still touches; the last group of a kind
+    may have fewer layers than a block has places.
+    """
     _check(lengths)
     blocks = sum(layout.blocks_for(length) for length in lengths)
     at_once = usable_blocks(layout, nbytes) * len(lengths) // blocks
-    return Allocation(sum(lengths) * layout.bytes_per_token, blocks * layout.bytes_per_block, at_once)
+    used = sum(_visible_bytes(layout, length) for length in lengths)
+    return Allocation(used, blocks * layout.bytes_per_block, at_once)
+
+
+def _visible_bytes(layout: CacheLayout, length: int) -> int:
+    """Bytes of what the layers see at most of a sequence as it grows to `length`."""
+    visibilities = layout.visibilities or (EVERYTHING,) * len(layout.layers)
+    return sum(
+        layer.bytes_per_token(layout.dtype, layout.scored) * min(length, visibility.reach or length)
+        for layer, visibility in zip(layout.layers, visibilities, strict=True)
+    )
 
 
 def _check(lengths: Sequence[int]) -> None:

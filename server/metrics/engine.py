@@ -7,7 +7,9 @@ from collections.abc import Callable
 from server.generation import Phase
 from server.metrics.families import Families
 from server.metrics.instruments import log_buckets, power_buckets
-from server.reports import MemoryKind, ModelReport, StartupPhase, StepReport
+from server.reports import STAGES, MemoryKind, ModelReport, StartupPhase, StepReport
+
+PART_OF_STEP = log_buckets(0.0001, 10.0)
 
 
 class EngineMetrics:
@@ -37,9 +39,17 @@ class EngineMetrics:
         )
         self._prefill_tokens, self._decode_tokens = (computed.labels(model, kind) for kind in ("prefill", "decode"))
         busy = families.counter("engine_busy_seconds_total", "Seconds the engine spent working, by stage.", "stage")
-        self._schedule, self._forward, self._sample, self._detokenize = (
-            busy.labels(model, stage) for stage in ("schedule", "forward", "sample", "detokenize")
+        self._schedule, self._copy, self._compact, self._forward, self._sample, self._detokenize = (
+            busy.labels(model, stage) for stage in STAGES
         )
+        self._copies = families.histogram(
+            "kv_copy_seconds", "Seconds of a step's copies of KV blocks to and from host memory.", PART_OF_STEP
+        ).series(model)
+        self._compactions = families.histogram(
+            "kv_compaction_seconds",
+            "Seconds a step took to drop what requests held beyond their budget of the KV cache.",
+            PART_OF_STEP,
+        ).series(model)
         self._idle = families.counter("engine_idle_seconds_total", "Seconds the engine had nothing to do.").labels(
             model
         )
@@ -68,6 +78,12 @@ class EngineMetrics:
         self._forward.inc(report.forward_seconds)
         self._sample.inc(report.sample_seconds)
         self._detokenize.inc(report.detokenize_seconds)
+        if report.copy_seconds is not None:
+            self._copy.inc(report.copy_seconds)
+            self._copies.observe(report.copy_seconds)
+        if report.compaction_seconds is not None:
+            self._compact.inc(report.compaction_seconds)
+            self._compactions.observe(report.compaction_seconds)
 
     def idle(self, seconds: float) -> None:
         """The engine waited for work this long. Report long waits in parts, so that the rate stays smooth."""

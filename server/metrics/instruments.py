@@ -1,5 +1,5 @@
-"""The two instruments that prometheus-client lacks: a histogram that takes many equal values at once, and a rate over a
-sliding window that no scrape disturbs.
+"""The instruments that prometheus-client lacks: a histogram that takes many equal values at once, a counter that
+follows a total kept elsewhere, and a rate over a sliding window that no scrape disturbs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
+from prometheus_client import Counter
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -123,6 +124,20 @@ class Histogram(HistogramFamily):
             self.add(found, *labels)
             self._made[labels] = found
         return found
+
+
+class Total:
+    """Feeds a counter from a running total kept elsewhere."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._reached = 0
+
+    def reach(self, total: int | None) -> None:
+        """The total is this now; None for no news. It never falls."""
+        if total is not None and total != self._reached:
+            self._counter.inc(total - self._reached)
+            self._reached = total
 
 
 class WindowRate:

@@ -1,10 +1,10 @@
-"""The queue, the running batch and the KV pool, as the scheduler counts them."""
+"""The queue, the running batch and the blocks that it holds, as the scheduler counts them."""
 
 from __future__ import annotations
 
-from prometheus_client import Counter
-
+from server.metrics.cache import CacheMetrics
 from server.metrics.families import Families
+from server.metrics.instruments import Total
 from server.reports import WAIT_REASONS, ModelReport, PoolReport
 
 
@@ -50,24 +50,20 @@ class PoolMetrics:
             "kv_cache_dtype",
             "prefix_caching",
         )
-        self._evicted = _Total(
-            families.counter("kv_cache_evicted_blocks_total", "Cached KV blocks given up for new content.").labels(
-                model
-            )
-        )
-        self._preempted = _Total(
+        self._preempted = Total(
             families.counter(
                 "preemptions_total", "Running requests sent back to the queue because the pool ran out of blocks."
             ).labels(model)
         )
-        self._queried = _Total(
+        self._queried = Total(
             families.counter(
                 "prefix_cache_queried_tokens_total", "Prompt tokens looked up in the prefix cache."
             ).labels(model)
         )
-        self._hit = _Total(
+        self._hit = Total(
             families.counter("prefix_cache_hit_tokens_total", "Prompt tokens found in the prefix cache.").labels(model)
         )
+        self._cache = CacheMetrics(families)
         self._block_size = 0  # until the pool is there
 
     def allocated(self, report: ModelReport) -> None:
@@ -85,6 +81,7 @@ class PoolMetrics:
         self._free.set(report.num_blocks)
         self._running_limit.set(report.max_num_seqs)
         self._waiting_limit.set(report.max_queued_requests)
+        self._cache.allocated(report)
 
     def update(self, report: PoolReport) -> None:
         """The scheduler's counts after a step, or while idle; reporting the same state twice changes nothing."""
@@ -101,20 +98,7 @@ class PoolMetrics:
         self._used.set(report.used_blocks)
         self._cached.set(report.cached_blocks)
         self._free.set(report.free_blocks)
-        self._evicted.reach(report.evicted_blocks)
         self._preempted.reach(report.preemptions)
         self._queried.reach(report.queried_tokens)
         self._hit.reach(report.hit_tokens)
-
-
-class _Total:
-    """Feeds a counter from a running total kept elsewhere."""
-
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self._reached = 0
-
-    def reach(self, total: int | None) -> None:
-        if total is not None and total != self._reached:
-            self._counter.inc(total - self._reached)
-            self._reached = total
+        self._cache.update(report)

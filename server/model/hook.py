@@ -2,7 +2,8 @@
 
 The function is registered with `AttentionInterface` and not with the mask interface, so transformers builds no mask and
 hands over queries, keys and values after rotary embedding. What to do with them is up to the `Attend` that is current
-on the calling thread: the probe records them, `PagedAttention` serves them.
+on the calling thread: the probe records them, `PagedAttention` serves them. Latent attention hands over what it made of
+the latent; the latent itself is noted on its way and put beside them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface
 
 from server.model.attention import AttentionBackend
 from server.model.attention.metadata import StepMetadata
+from server.model.latent import LatentForm
 from server.model.positions import Temperature
 from server.model.spec import LayerSpec
 
@@ -33,7 +36,10 @@ class UnexpectedAttention(RuntimeError):
 
 @dataclass(slots=True, eq=False)
 class AttentionCall:
-    """What a layer handed over. query [H, T, key_dim], key [kv_heads, T, key_dim], value [kv_heads, T, value_dim]."""
+    """What a layer handed over. query [H, T, key_dim], key [kv_heads, T, key_dim], value [kv_heads, T, value_dim].
+
+    latent: [T, rank] of a layer that `note_latent` listens to, from which it made key and value.
+    """
 
     query: Tensor
     key: Tensor
@@ -42,6 +48,7 @@ class AttentionCall:
     window: int | None
     softcap: float | None
     sink: Tensor | None
+    latent: Tensor | None = None
 
     @property
     def geometry(self) -> tuple[object, ...]:
@@ -66,6 +73,7 @@ class Attend(Protocol):
 
 class _Current(threading.local):
     attend: Attend | None = None
+    latent: tuple[nn.Module, Tensor] | None = None
 
 
 _current = _Current()
@@ -80,6 +88,23 @@ def attending(attend: Attend) -> Iterator[None]:
         yield
     finally:
         _current.attend = before
+        _current.latent = None
+
+
+def note_latents(module: nn.Module, projection: nn.Module) -> RemovableHandle:
+    """From now on the attention calls of `module` carry what its `projection` expanded into their keys and values."""
+
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if _current.attend is not None:
+            _current.latent = (module, inputs[0].flatten(0, -2))
+
+    return projection.register_forward_pre_hook(note)
+
+
+def _take_latent(module: nn.Module) -> Tensor | None:
+    """The latent noted for this call of `module`. It is let go: no later call is to find it."""
+    noted, _current.latent = _current.latent, None
+    return noted[1] if noted is not None and noted[0] is module else None
 
 
 def _hook(
@@ -97,7 +122,7 @@ def _hook(
     **rest: object,
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: query [1, H, T, D] and so on -> ([1, T, H, value_dim], no weights)."""
-    attend = _current.attend
+    attend, latent = _current.attend, _take_latent(module)
     if attend is None:
         raise RuntimeError("the model's attention is paged: run it through ModelRunner, or set another implementation")
     if attention_mask is not None:
@@ -112,7 +137,7 @@ def _hook(
         if isinstance(argument, Tensor) and name not in _HARMLESS:
             raise UnexpectedAttention(f"depends on an input that paged attention does not know ({name})")
     scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
-    call = AttentionCall(query[0], key[0], value[0], scale, sliding_window or None, softcap or None, s_aux)
+    call = AttentionCall(query[0], key[0], value[0], scale, sliding_window or None, softcap or None, s_aux, latent)
     return attend(module, call).unsqueeze(0), None
 
 
@@ -122,13 +147,14 @@ AttentionInterface.register(IMPLEMENTATION, _hook)
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """A probed layer: its spec, the geometry every call must have, the backend that computes it, what its queries are
-    scaled by beforehand, and whose block tables it reads."""
+    scaled by beforehand, whose block tables it reads, and the matrices of a latent one."""
 
     spec: LayerSpec
     geometry: tuple[object, ...]
     backend: AttentionBackend
     temperature: Temperature | None
     group: int
+    latent: LatentForm | None
 
 
 class PagedAttention:
@@ -146,10 +172,17 @@ class PagedAttention:
                 f"layer {layer.spec.layer_idx} changed its attention after the probe: "
                 f"{call.geometry} is not {layer.geometry}"
             )
-        step, temperature = self._steps[layer.group], layer.temperature
-        key, value = step.pool.write(layer.spec.layer_idx, step.slots, call.key, call.value)
-        query = call.query.transpose(0, 1)
+        step, temperature, form = self._steps[layer.group], layer.temperature, layer.latent
+        query, key, value = call.query, call.key, call.value
+        if form is not None:
+            if call.latent is None:
+                raise UnexpectedAttention(f"layer {layer.spec.layer_idx} no longer expands a latent in each pass")
+            query, key = form.absorb(query), form.row(call.latent, key)
+            value = key
+        key, value = step.pool.write(layer.spec.layer_idx, step.slots, key, value)
+        query = query.transpose(0, 1)
         if temperature is not None:
             factors = step.once(temperature, lambda: temperature.factors(step.positions)[:, None, None])
             query = (query * factors).to(query.dtype)
-        return layer.backend.attend(query, key, value, call.sink, layer.spec, step)
+        out = layer.backend.attend(query, key, value, call.sink, layer.spec, step)
+        return out if form is None else form.expand(out)

@@ -25,7 +25,8 @@ class MemoryDivision:
     """Where the memory of a device goes, all sizes in bytes.
 
     num_blocks: blocks of the pool, the trash block included.
-    available_bytes: free once the weights are loaded; step_bytes: of it, what the largest step takes at its peak.
+    available_bytes: free once the weights are loaded; step_bytes: of it, what the largest step takes at its peak, what
+        it unpacks of the cache included.
     reason: what fixed the size of the pool, in words.
     """
 
@@ -59,16 +60,19 @@ def divide_memory(
     weight_bytes: int,
     available_bytes: int,
     step_bytes: int,
+    unpacked_bytes: int,
     max_model_len: int,
 ) -> MemoryDivision:
     """Size the pool: exactly as `--kv-blocks` or `--kv-bytes` say, else by the memory there is.
 
     On a GPU it takes `--gpu-memory-utilization` of what weights and the largest step leave. On a CPU it takes
     CPU_SHARE of that, but no more than max_num_seqs sequences of max_model_len tokens can use.
+    step_bytes: what the largest step takes but for the cache that it unpacks, which is up to unpacked_bytes a block.
     Raises ModelLoadError where not one block for a sequence fits beside the trash block, or where the size asked for
     is more than there is.
     """
     block = layout.bytes_per_block
+    with_step = block + unpacked_bytes
     room = max(available_bytes - step_bytes, 0)
     if settings.kv_blocks is not None:
         num_blocks, reason = settings.kv_blocks + 1, "--kv-blocks"
@@ -81,17 +85,18 @@ def divide_memory(
             )
     elif device_type == "cuda":
         share = settings.gpu_memory_utilization
-        num_blocks = int(room * share) // block
+        num_blocks = int(room * share) // with_step
         reason = f"{share:.0%} of what they leave"
     else:
         most = 1 + settings.step_limits(device_type).max_num_seqs * layout.blocks_for(max_model_len)
-        num_blocks = min(int(room * CPU_SHARE) // block, most)
+        num_blocks = min(int(room * CPU_SHARE) // with_step, most)
         reason = "all that the sequences can use" if num_blocks == most else f"{CPU_SHARE:.0%} of what they leave"
-    if num_blocks * block > room:
-        most_blocks = room // block
+    if num_blocks * with_step > room:
+        most_blocks = room // with_step
+        unpacked = f" and {readable(num_blocks * unpacked_bytes)} to unpack it in" if unpacked_bytes else ""
         raise ModelLoadError(
-            f"{reason} asks for a cache of {readable(num_blocks * block)}, but weights and the largest step leave "
-            f"{readable(room)}: at most --kv-blocks {max(most_blocks - 1, 0)} or --kv-bytes {most_blocks * block}"
+            f"{reason} asks for a cache of {readable(num_blocks * block)}{unpacked}, but weights and the largest step "
+            f"leave {readable(room)}: at most --kv-blocks {max(most_blocks - 1, 0)} or --kv-bytes {most_blocks * block}"
         )
     if num_blocks < 2:
         flag = "raise --gpu-memory-utilization, " if device_type == "cuda" else ""
@@ -100,7 +105,30 @@ def divide_memory(
             f"{readable(step_bytes)} of it, and the smallest cache is {readable(2 * block)}: {flag}lower "
             "--max-num-batched-tokens or --max-num-seqs, or free memory"
         )
+    step_bytes += num_blocks * unpacked_bytes
     return MemoryDivision(num_blocks, block, weight_bytes, available_bytes, step_bytes, reason)
+
+
+def host_blocks(settings: ServeSettings, layout: CacheLayout, available_bytes: int) -> int:
+    """Blocks of the second tier that `--kv-host-memory` has room for; 0 where it is not set.
+
+    available_bytes: main memory that nothing else will take.
+    Raises ModelLoadError where not one block fits, or where more is asked for than is available.
+    """
+    asked, block = settings.kv_host_memory, layout.bytes_per_block
+    if not asked:
+        return 0
+    if asked < block:
+        raise ModelLoadError(
+            f"--kv-host-memory is {asked}, but one block of {layout.block_size} tokens takes {block} bytes "
+            f"({readable(block)}): give at least so much, or leave it out"
+        )
+    if asked // block * block > available_bytes:
+        raise ModelLoadError(
+            f"--kv-host-memory asks for {readable(asked)}, but {readable(available_bytes)} of main memory is left: "
+            f"at most --kv-host-memory {max(available_bytes, 0) // block * block}"
+        )
+    return asked // block
 
 
 def startup_report(
@@ -111,10 +139,12 @@ def startup_report(
     windows: Sequence[int | None],
     max_model_len: int,
     division: MemoryDivision,
+    num_host_blocks: int = 0,
 ) -> list[str]:
     """What a person wants to know when a server starts, a line each.
 
     windows: for each layer, how many tokens back it looks, None for all.
+    num_host_blocks: blocks of the second tier, in main memory.
     """
     tokens = (division.num_blocks - 1) * layout.block_size
     sequences = (division.num_blocks - 1) // layout.blocks_for(max_model_len)
@@ -123,13 +153,19 @@ def startup_report(
         if sequences
         else f"not one sequence of {max_model_len:,} tokens (the limit of a request is {tokens:,})"
     )
-    return [
+    lines = [
         f"model   {name}, {dtype} on {device}",
         f"layers  {_layer_kinds(layout.layers, windows)}",
-        f"cache   {layout.bytes_per_token:,} bytes a token, {division.num_blocks - 1:,} blocks of {layout.block_size} "
-        f"tokens: {tokens:,} tokens, {fits}",
+        f"cache   {layout.dtype.name}, {layout.bytes_per_token:,} bytes a token, {division.num_blocks - 1:,} blocks of "
+        f"{layout.block_size} tokens: {tokens:,} tokens, {fits}",
         f"memory  {division}",
     ]
+    if num_host_blocks:
+        lines.append(
+            f"host    {readable(num_host_blocks * layout.bytes_per_block)} of main memory: {num_host_blocks:,} more "
+            f"blocks, {num_host_blocks * layout.block_size:,} tokens, for what the cache gives up"
+        )
+    return lines
 
 
 def _layer_kinds(layers: Sequence[LayerLayout], windows: Sequence[int | None]) -> str:

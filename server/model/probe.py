@@ -3,20 +3,26 @@
 transformers merely warns when a model ignores the attention function it is told to use, and such a model then runs and
 gives wrong numbers. So nothing is believed: a forward pass over a few tokens must reach our function exactly once for
 each layer, and (`check_numbers`) chunked, paged forward passes beside a distant neighbour must reproduce the logits of
-the unmodified model.
+the unmodified model. Latent attention is served from its latent if what the layer computed in that pass is the latent
+times its matrix; else as it arrives, expanded.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from server.model.hook import IMPLEMENTATION, AttentionCall, UnexpectedAttention, attending
+from server.model.hook import IMPLEMENTATION, AttentionCall, UnexpectedAttention, attending, note_latents
+from server.model.latent import LatentForm, NotLatent, latent_form, projection_of
 from server.model.spec import LayerSpec, UnsupportedModel
+
+logger = logging.getLogger(__name__)
 
 _KEPT_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _PROBE_TOKENS = 4
@@ -24,12 +30,14 @@ _PROBE_TOKENS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProbedLayer:
-    """An attention module, its spec, the geometry of its calls and the type of what it caches."""
+    """An attention module, its spec, the geometry of its calls, the type of what it caches and, if that is the latent,
+    the matrices that expand it."""
 
     module: nn.Module
     spec: LayerSpec
     geometry: tuple[object, ...]
     dtype: torch.dtype
+    latent: LatentForm | None
 
 
 def refuse_by_config(model: PreTrainedModel) -> None:
@@ -61,7 +69,7 @@ def probe(model: PreTrainedModel) -> tuple[ProbedLayer, ...]:
     refuse_by_config(model)
     config, name = model.config, type(model).__name__
     model.set_attn_implementation(IMPLEMENTATION)
-    recorder = _Recorder(config)
+    recorder = _Recorder(model)
     ids = probe_tokens(config, _PROBE_TOKENS).to(model.device)
     positions = torch.arange(_PROBE_TOKENS, device=model.device)
     try:
@@ -71,6 +79,8 @@ def probe(model: PreTrainedModel) -> tuple[ProbedLayer, ...]:
         raise UnsupportedModel(f"{name} cannot be served: its attention {error}.") from error
     except Exception as error:
         raise UnsupportedModel(f"{name} cannot run packed sequences: a trial pass failed with {error!r}.") from error
+    for reason in sorted(recorder.not_latent):
+        logger.warning("%s has latent attention that is cached expanded, in many times the memory: %s", name, reason)
     layers, expected = recorder.layers, config.num_hidden_layers
     if len({layer.spec.layer_idx for layer in layers}) != len(layers):
         raise UnsupportedModel(f"{name} cannot be served: a layer attends more than once in one forward pass.")
@@ -134,10 +144,17 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
 class _Recorder:
     """Takes the place of attention: notes each call and returns zeros of the right shape."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.layers: list[ProbedLayer] = []
-        self._layer_types = _layer_types(config)
-        self._chunk: int | None = getattr(config, "attention_chunk_size", None)
+        self.not_latent: set[str] = set()
+        self._layer_types = _layer_types(model.config)
+        self._chunk: int | None = getattr(model.config, "attention_chunk_size", None)
+        projections = ((module, projection_of(module)) for module in model.modules())
+        self._projections: dict[nn.Module, tuple[nn.Module, RemovableHandle]] = {
+            module: (projection, note_latents(module, projection))
+            for module, projection in projections
+            if projection is not None
+        }
 
     def __call__(self, module: nn.Module, call: AttentionCall) -> Tensor:
         layer_idx = module.__dict__.get("layer_idx")
@@ -158,8 +175,25 @@ class _Recorder:
         )
         if spec.num_heads % spec.num_kv_heads:
             raise UnexpectedAttention(f"shares {spec.num_kv_heads} KV heads unevenly among {spec.num_heads} heads")
-        self.layers.append(ProbedLayer(module, spec, call.geometry, call.key.dtype))
-        return call.value.new_zeros(call.query.shape[1], spec.num_heads, spec.value_dim)
+        form = self._latent_form(module, call)
+        if form is not None:
+            width = form.rank + form.rope_dim
+            spec = replace(spec, num_kv_heads=1, key_dim=width, value_dim=width, latent_rank=form.rank)
+        self.layers.append(ProbedLayer(module, spec, call.geometry, call.key.dtype, form))
+        return call.value.new_zeros(call.query.shape[1], spec.num_heads, call.value.shape[2])
+
+    def _latent_form(self, module: nn.Module, call: AttentionCall) -> LatentForm | None:
+        if module not in self._projections:
+            return None
+        projection, handle = self._projections[module]
+        try:
+            if call.latent is None:
+                raise NotLatent("its expansion of the latent is not computed in each pass")
+            return latent_form(module, projection, call.latent, call.key, call.value)
+        except NotLatent as reason:
+            self.not_latent.add(str(reason))
+            handle.remove()
+            return None
 
 
 def _layer_types(config: PreTrainedConfig) -> list[str]:

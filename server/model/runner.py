@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from server.kvpool.layout import CACHE_DTYPES, CacheLayout
-from server.kvpool.tensors import KVTensors
+from server.kvpool.compaction import compact
+from server.kvpool.host import HostTensors
+from server.kvpool.layout import CACHE_DTYPES, EVERYTHING, CacheLayout
+from server.kvpool.tensors import KVTensors, unpacked_bytes
 from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
 from server.model.attention.reference import MAX_SCORES
@@ -34,6 +37,7 @@ class ModelRunner:
     The model is switched to paged attention, probed, and compared with itself as it was (`server.model.probe`).
 
     specs: the layers. layout: what they cache. pool: the cache's memory, only the trash block until `allocate`.
+    host: its second tier, nothing until `allocate_host`.
     backends: the name of each layer's attention backend.
 
     Args:
@@ -43,6 +47,8 @@ class ModelRunner:
         max_model_len: longest sequence that will be served; by default the most that the configuration promises.
             Rotary embeddings that depend on the sequence's length are fixed for this one.
         vocab_size: ids from here on are never drawn; by default those beyond the model's own vocabulary.
+        cache_dtype: how the cache stores numbers, a name of CACHE_DTYPES; "auto" is as the model computes.
+        scored: whether the cache has a score for each head of a token, for eviction by attention.
 
     Raises:
         UnsupportedModel: the model could only be served wrongly.
@@ -57,6 +63,8 @@ class ModelRunner:
         *,
         max_model_len: int | None = None,
         vocab_size: int | None = None,
+        cache_dtype: str = "auto",
+        scored: bool = False,
     ) -> None:
         self.model = model.eval()
         self.device = model.device
@@ -71,7 +79,8 @@ class ModelRunner:
         backends = select_backends(backend, self.specs, self.device)
         self.backends = tuple(backend.name for backend in backends)
         self._dtype = probed[0].dtype
-        self.layout: CacheLayout = cache_layout(self.specs, CACHE_DTYPES[_name(self._dtype)], block_size)
+        computed = CACHE_DTYPES[_name(self._dtype)]
+        self.layout: CacheLayout = cache_layout(self.specs, computed, block_size, scored)
 
         pin_rope(model, self.max_model_len)
         ids = probe_tokens(model.config, _CHECKED_TOKENS)
@@ -84,6 +93,7 @@ class ModelRunner:
                 backend,
                 take_over_temperature(layer.module),
                 group_of[layer.spec.layer_idx],
+                layer.latent,
             )
             for layer, backend in zip(probed, backends, strict=True)
         }
@@ -94,6 +104,8 @@ class ModelRunner:
             self.max_model_len,
             _CHECKED_CHUNKS[0],
         )
+        # Only now: the check judges how the model is served, not what a smaller cache costs.
+        self.layout = replace(self.layout, dtype=computed if cache_dtype == "auto" else CACHE_DTYPES[cache_dtype])
         self.allocate(1)
 
     def limit_length(self, max_model_len: int) -> None:
@@ -104,9 +116,28 @@ class ModelRunner:
         self.max_model_len = max_model_len
         pin_rope(self.model, max_model_len)
 
+    @property
+    def serves_budgets(self) -> bool:
+        """Whether sequences may give tokens up: a window or chunk counts them, and would see others than it should."""
+        return all(spec.visibility == EVERYTHING for spec in self.specs)
+
     def allocate(self, num_blocks: int) -> None:
-        """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block."""
+        """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block.
+
+        What host memory holds belonged to the old one: there is none until `allocate_host` is called again.
+        """
         self.pool = KVTensors(self.layout, num_blocks, self._dtype, self.device)
+        self.allocate_host(0)
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Replace what the pool has of host memory by `num_blocks` empty blocks, numbered from 0."""
+        self.host = HostTensors(self.pool, num_blocks)
+
+    @property
+    def unpacked_block_bytes(self) -> int:
+        """What each block of the pool may take beside it in a step, for backends that read no other numbers than the
+        model computes with: it is unpacked for one layer at a time."""
+        return unpacked_bytes(self.layout, self._dtype) if "cpu" in self.backends else 0
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -116,9 +147,18 @@ class ModelRunner:
 
         Raises:
             SequencesFailed: from the sampler (NonFiniteLogits) or a constraint; the pool holds the step's keys and
-                values all the same.
+                values all the same, and the blocks that were to be copied are copied: they must not be copied again,
+                as what was to be saved may be overwritten by now. Compactions are done, too, and what the step's
+                queries saw has its scores.
         """
         clock = _Clock(self.device)
+        self.host.save(plan.saves)
+        clock.lap()
+        for compaction in plan.compactions:
+            compact(self.pool, compaction)
+        clock.lap()
+        self.host.load(plan.loads)
+        clock.lap()
         pending = self._mask_filler.begin(plan)
         try:
             logits = self.compute_logits(plan)
@@ -131,8 +171,11 @@ class ModelRunner:
         token_ids, logprobs = self._sampler.sample(logits[:num_samples], plan, masks)
         scores = self._sampler.score(logits[num_samples:], plan)
         clock.lap()
-        forward_seconds, sample_seconds = clock.seconds()
-        return StepResult(token_ids, logprobs, scores, forward_seconds, sample_seconds)
+        save_seconds, compaction_seconds, load_seconds, forward_seconds, sample_seconds = clock.seconds()
+        copy_seconds = save_seconds + load_seconds
+        return StepResult(
+            token_ids, logprobs, scores, forward_seconds, sample_seconds, copy_seconds, compaction_seconds
+        )
 
     def measure_worst_step(self, max_tokens: int, max_seqs: int, logit_rows: int) -> int:
         """Bytes that a step takes at most beside weights and pool, for so many packed tokens, sequences and logits.
@@ -155,18 +198,23 @@ class ModelRunner:
     def _estimate_step(self, max_tokens: int, logit_rows: int) -> int:
         """Logits, their float32 form and the sampler's copy; for each token the residual stream and the two widest
         activations of a layer, thrice over for operands and results that are alive together; and the reference
-        backend's scores of a long prompt, where it has layers."""
+        backend's scores of a long prompt, where it has layers or computes those of observed sequences."""
         config, model = self.model.config, self.model
         tables = {
             id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module
         }
         matrices = [weight for weight in model.parameters() if weight.dim() > 1 and id(weight) not in tables]
         hidden: int = config.hidden_size
-        widest = max([hidden, *(max(matrix.shape[-2:]) for matrix in matrices)])
+        queries = [spec.num_heads * spec.key_dim for spec in self.specs]
+        widest = max([hidden, *queries, *(max(matrix.shape[-2:]) for matrix in matrices)])
         active: int = getattr(config, "num_experts_per_tok", None) or 1
         logits: int = 3 * logit_rows * config.vocab_size * 4
         activations: int = 3 * max_tokens * (2 * active * widest + hidden) * self._dtype.itemsize
-        heads = [spec.num_heads for spec, name in zip(self.specs, self.backends, strict=True) if name == "reference"]
+        heads = [
+            spec.num_heads
+            for spec, name in zip(self.specs, self.backends, strict=True)
+            if name == "reference" or self.layout.scored
+        ]
         scores = min(MAX_SCORES, max([0, *heads]) * max_tokens * self.max_model_len)
         return logits + activations + 3 * scores * 4
 
@@ -195,6 +243,9 @@ class ModelRunner:
                 slots.view(plan.slots.shape), tables.view(plan.block_tables.shape), plan.block_tables, strict=True
             )
         ]
+        if plan.observed is not None:
+            written = plan.slots[:, np.repeat(plan.observed, np.diff(plan.query_starts))].ravel()
+            self.pool.reset_scores(torch.from_numpy(written).to(self.device, non_blocking=True))
         inputs = {"input_ids": input_ids[None], "position_ids": positions[None], "use_cache": False}
         with attending(PagedAttention(self._layers, steps)):
             if self._keeps_logits:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from server.checkpoint import UnknownCheckpoint, Weights, count_weights, find_checkpoint
 from server.config import EMBEDDED_MODEL, parse_size
-from server.kvpool.layout import WEIGHT_DTYPES
+from server.kvpool.layout import CACHE_DTYPES, WEIGHT_DTYPES
 from server.kvpool.shapes import UnknownShape, read_shape
 from server.plan.answer import PlanError, Question, make_plan
+from server.plan.caches import DEFAULT_BUDGET
 from server.plan.render import render
 
 
@@ -35,7 +36,28 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("auto", *WEIGHT_DTYPES),
         default="auto",
-        help="of weights and cache (default: the checkpoint's, as on a GPU; a CPU serves float32)",
+        help="of the weights (default: the checkpoint's, as on a GPU; a CPU serves float32)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", *CACHE_DTYPES),
+        default="auto",
+        help="of the cache that the plan is about (default: that of the weights)",
+    )
+    parser.add_argument(
+        "--kv-budget",
+        type=_count,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help=f"tokens a sequence keeps with H2O, to compare (default: {DEFAULT_BUDGET:,} where the lengths exceed it)",
+    )
+    parser.add_argument(
+        "--kv-host-memory",
+        type=_bytes,
+        default=0,
+        metavar="SIZE",
+        help="main memory for prefixes that the cache gives up (default: none)",
     )
     parser.add_argument("--block-size", type=_count, default=16, metavar="N", help="tokens a block holds (default: 16)")
     parser.add_argument(
@@ -106,7 +128,15 @@ def main(argv: Sequence[str]) -> int:
     """Run `sluice plan` with these arguments; returns the exit status."""
     args = _parser().parse_args(argv)
     ask = Question(
-        args.memory, args.block_size, args.utilization, args.max_model_len, tuple(args.seq_len), args.lengths
+        memory_bytes=args.memory,
+        block_size=args.block_size,
+        utilization=args.utilization,
+        cache_dtype=None if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
+        max_length=args.max_model_len,
+        seq_lens=tuple(args.seq_len),
+        budgets=tuple(args.kv_budget),
+        host_bytes=args.kv_host_memory,
+        lengths=args.lengths,
     )
     try:
         checkpoint = find_checkpoint(args.model, args.revision)

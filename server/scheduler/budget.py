@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from server.kvpool.layout import ENDLESS
 from server.kvpool.sizing import budget_slack
 from server.step import EvictionPolicy
 
@@ -38,5 +39,7 @@ class Budget:
         return self.keep // 2
 
 
-def make_budget(keep: int, policy: EvictionPolicy, block_size: int) -> Budget:
-    return Budget(keep, budget_slack(keep, block_size), policy)
+def make_budget(keep: int, policy: EvictionPolicy, block_size: int, longest: int = ENDLESS) -> Budget | None:
+    """None where a sequence of at most `longest` tokens never outgrows the budget, so that its cache stays whole."""
+    budget = Budget(keep, budget_slack(keep, block_size), policy)
+    return budget if longest > budget.most else None

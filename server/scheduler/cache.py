@@ -12,15 +12,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 from server.kvpool.blocks import BlockPool
-from server.kvpool.layout import Visibility, held_blocks
+from server.kvpool.layout import ENDLESS, Visibility, held_blocks
 from server.kvpool.prefix import PrefixCache, PrefixNode
 from server.kvpool.table import BlockTable
 from server.reports import HostReport
+from server.scheduler.budget import Budget
 from server.scheduler.request import Request
 from server.step import Compaction, StepResult
-
-ENDLESS = 2**31 - 1
-"""Longer than any sequence."""
 
 _LEARN = 0.2
 """How much the newest measurement counts in a running mean."""
@@ -75,8 +73,10 @@ class Cache:
         """Most blocks that the request holds at a time in its life."""
         return self._held(request.max_cached_tokens, request)
 
-    def longest(self) -> int:
-        """Tokens of the longest sequence, without a budget, that the whole pool can hold."""
+    def longest(self, budget: Budget | None = None) -> int:
+        """Tokens of the longest sequence with this budget that the whole pool can hold."""
+        if budget is not None and self.blocks_for(budget.most) <= self.pool.capacity:
+            return ENDLESS
         if self.blocks_for(ENDLESS) <= self.pool.capacity:
             return ENDLESS  # every layer forgets
         low, high = 0, self.pool.capacity * self.block_size + 1

@@ -26,11 +26,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from server.kvpool.layout import EVERYTHING, Visibility
-from server.reports import HostReport
+from server.reports import CacheSnapshot, HostReport
 from server.scheduler.cache import Cache
 from server.scheduler.fairness import TokenCounters
 from server.scheduler.plan import build_plan
 from server.scheduler.request import Request, Status
+from server.scheduler.snapshot import cache_snapshot
 from server.step import StepPlan, StepResult, TokenLogprobs
 
 WaitingReason = Literal["slots", "kv_blocks", "token_budget", "shared_prompt"]
@@ -150,7 +151,7 @@ class Scheduler:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens of one sequence, all of which it keeps, that the whole pool can hold."""
+        """Tokens of one sequence, without a budget, that the whole pool can hold."""
         return self.cache.longest()
 
     def add(self, request: Request) -> None:
@@ -316,6 +317,11 @@ class Scheduler:
             dropped_tokens=dict(self.cache.dropped_tokens),
             host=self.cache.host_report(),
         )
+
+    def snapshot(self) -> CacheSnapshot:
+        """Who holds which blocks now; also while a step is in progress."""
+        ended = [request for request in self._holders() if request.status is Status.FINISHED]
+        return cache_snapshot(self.cache, self.running, ended, self.waiting)
 
     def check_integrity(self) -> None:
         """Check the pool, the prefix cache and the lists; raises AssertionError. May be called at any time."""

@@ -25,6 +25,7 @@ from server.generation import (
     QueueTimeout,
     Usage,
 )
+from server.reports import CacheSnapshot, GroupSnapshot
 from server.step import TokenLogprobs
 
 BOS, EOS = 256, 257
@@ -91,14 +92,14 @@ class FakeStream:
 
     def _plan(self, tokens: list[int]) -> list[Output]:
         request = self.request
-        cached = self.engine.cached_tokens
+        cached, evicted = self.engine.cached_tokens, self._evicted
         scores = None
         if request.prompt_logprobs is not None:
             scored = [token_logprob(i, request.prompt_logprobs) for i in request.prompt_ids[1:]]
             scores = (None, *scored)
         prompt = len(request.prompt_ids)
         if not tokens:
-            return [Output("", (), Usage(prompt, 0, cached), "length", None, scores)]
+            return [Output("", (), Usage(prompt, 0, cached, evicted), "length", None, scores)]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(bytes(i for i in request.prompt_ids if i < 256))  # it may end inside a character
         whole, pieces, matched, complete = "", [], None, False
@@ -127,11 +128,15 @@ class FakeStream:
                 ended = token in request.params.stop_token_ids
                 reason = "stop" if matched or complete or ended else "length"
                 stop_reason = matched or (token if ended and token != EOS else None)
-            usage = Usage(prompt, index + 1, cached)
+            usage = Usage(prompt, index + 1, cached, evicted)
             outputs.append(
                 Output(whole[begin:end], (item,), usage, reason, stop_reason, scores if index == 0 else None)
             )
         return outputs
+
+    @property
+    def _evicted(self) -> int:
+        return 0 if self.request.kv_budget is None else self.engine.evicted_tokens
 
     def __aiter__(self) -> FakeStream:
         return self
@@ -146,7 +151,7 @@ class FakeStream:
         if self.failure:
             self.end()
             raise self.failure
-        usage = Usage(len(self.request.prompt_ids), self.sent, self.engine.cached_tokens)
+        usage = Usage(len(self.request.prompt_ids), self.sent, self.engine.cached_tokens, self._evicted)
         if self.aborted or self.expired:
             self.end()
             return Output("", (), usage, *(("abort",) if self.aborted else ("length", "deadline")))
@@ -211,6 +216,8 @@ class FakeEngine:
         self.kv_usage = 0.0
         self.stalled_seconds = 0.0
         self.cached_tokens = 0
+        self.evicted_tokens = 0  # of each sequence that has a budget
+        self.snapshot = CacheSnapshot(64, 16, 0, 0, 64, (GroupSnapshot(None, None),), (), ())
         self.step_seconds = 0.0
         self.tokens: Callable[[GenerationRequest], list[int]] | None = None
         self.logprob: Callable[[GenerationRequest], float] = lambda request: -0.5
@@ -275,6 +282,11 @@ class FakeEngine:
         self.streams.append(stream)
         self.wake()
         return stream
+
+    async def cache_snapshot(self) -> CacheSnapshot:
+        if self.phase in (Phase.LOADING, Phase.DEAD):
+            raise EngineUnavailable(self.detail, self.phase)
+        return self.snapshot
 
     async def drain(self, timeout: float) -> bool:
         self.phase = Phase.DRAINING

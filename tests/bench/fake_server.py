@@ -17,6 +17,11 @@ from typing import Any
 
 Handler = Callable[["Exchange"], Awaitable[None]]
 
+METRICS = b"""\
+sluice_kv_cache_fragmentation_ratio{model_name="fake"} 0.03125
+sluice_kv_cache_blocks{model_name="fake",state="used"} 4.0
+"""
+
 
 class Exchange:
     """One request and the means to answer it."""
@@ -29,7 +34,9 @@ class Exchange:
         self._writer = writer
 
     def respond(self, status: int, payload: object) -> None:
-        body = json.dumps(payload).encode()
+        self.raw(status, json.dumps(payload).encode())
+
+    def raw(self, status: int, body: bytes) -> None:
         self._writer.write(
             b"HTTP/1.1 %d X\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (status, len(body), body)
         )
@@ -73,6 +80,8 @@ async def well_behaved(exchange: Exchange) -> None:
         exchange.respond(200, {"object": "list", "data": [{"id": "fake"}]})
     elif exchange.path == "/ready":
         exchange.respond(200, {"status": "ready"})
+    elif exchange.path == "/metrics":
+        exchange.raw(200, METRICS)
     elif exchange.path == "/v1/completions":
         wanted = exchange.body["max_tokens"]
         exchange.begin()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from server.bench import main
+from server.bench.lengths import OUTPUT_TOKENS, PROMPT_TOKENS, lognormal
 from server.bench.options import parse
 
 FAKE = (sys.executable, "-m", "tests.bench.fake_server")
@@ -76,6 +77,22 @@ def test_constrained_comparison_runs_both_sides_on_one_server(capsys: pytest.Cap
     assert result["schema"]["type"] == "array"
 
 
+def test_what_of_the_cache_is_empty_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.bench.fragmentation.POLL_SECONDS", 0.001)
+    assert main([*QUICK, "--concurrency", "1"]) == 0
+    words = "1 client: fragmentation of the server's KV cache 3.1% on average, at most 3.1%"
+    assert words in capsys.readouterr().out
+
+
+def test_mixed_lengths_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--lengths", "mixed", "--concurrency", "32", "--num-requests", "64", "--json"]) == 0
+    (level,) = json.loads(capsys.readouterr().out)["levels"]
+    assert level["output_tokens"] == sum(lognormal(OUTPUT_TOKENS))
+    assert level["input_tokens"] / 64 == pytest.approx(PROMPT_TOKENS, rel=0.15)
+
+
 def test_a_server_that_cannot_start_shows_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--", "--die"]) == 1
     assert "the model cannot be loaded" in capsys.readouterr().err
@@ -126,6 +143,9 @@ def test_a_terminated_benchmark_takes_its_server_along(tmp_path: Path) -> None:
         (["--seed", "-1"], "at least 0"),
         (["--temperature", "nan"], "at least 0"),
         (["--baseline", "--temperature", "1", "--verbatim"], "leave out --verbatim, --temperature"),
+        (["--baseline", "--lengths", "mixed"], "leave out --lengths"),
+        (["--lengths", "mixed", "--output-tokens", "9"], "leave out --output-tokens"),
+        (["--lengths", "long"], "invalid choice"),
         (["--input-tokens", "9"], "--input-tokens is for --baseline"),
         (["--turns", "9"], "--turns is for"),
         (["--", "--port=1"], "chooses --host and --port"),
@@ -149,4 +169,5 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
 def test_defaults_of_modes() -> None:
     assert parse(["--compare-prefix-cache"])[0].shared_prefix == 512
     assert parse(["--baseline"])[0].baseline == 32
+    assert parse([])[0].output_tokens == parse(["--baseline"])[0].output_tokens == 64
     assert parse(["--model", "m", "--", "--dtype", "float32"])[1] == ["m", "--dtype", "float32"]

@@ -72,6 +72,13 @@ def test_verbatim_and_token_id_prompts_go_as_they_are() -> None:
     assert "prompt" not in chat
 
 
+def test_a_mix_asks_for_answers_of_their_own_length() -> None:
+    sent = bodies(Workload(["unused"], "m", 7, run="r", mix=[("a", 1), ("b", 20), ("c", 300)]), 6)
+    asked = [(str(body["prompt"])[-1], body["max_tokens"]) for body in sent]
+    assert sorted(asked[:3]) == sorted(asked[3:]) == [("a", 1), ("b", 20), ("c", 300)]
+    assert len({str(body["prompt"]) for body in sent}) == 6
+
+
 def test_with_a_schema_every_second_body_is_constrained() -> None:
     sent = bodies(Workload(["a", "b", "c"], "m", 7, run="r", schema={"type": "array"}), 6)
     formats = [body.get("response_format") for body in sent]

@@ -32,6 +32,12 @@ class Proof:
         self._runner = runner
         self.stage = stage
 
+    def by_instance(self, expression: str) -> dict[str, float]:
+        """The one series of each instance, once the load is over."""
+        found = self._runner.run(self.stage.prometheus.now(expression, self.stage.window.end))
+        assert len(found) == len(self.stage.windows), found
+        return {series.labels["instance"]: series.samples[-1][1] for series in found}
+
     def of(self, dashboard: Dashboard) -> list[Shown]:
         return self._runner.run(prove(self.stage, dashboard))
 
@@ -80,6 +86,31 @@ def test_what_the_clients_know_is_shown_somewhere(proof: Proof) -> None:
         ("sluice", "Time to first token", "_first_token_seconds_bucket", "_first_token_seconds_sum", "no series"),
         ("sluice", "KV pool in use", 'state="used"', 'state="usage"', "'used' shows nothing"),
         ("sluice", "Usage", 'state="used"', 'state="free"', "after it"),
+        ("sluice", "Evicted blocks by cause", "sum by (cause)", "avg by (cause)", "'h2o' is"),
+        (
+            "sluice",
+            "Tokens kept and dropped by budgets",
+            "_tokens_total{",
+            '_tokens_total{outcome="kept", ',
+            "'window dropped'",
+        ),
+        (
+            "sluice",
+            "Tokens kept and dropped by budgets",
+            "by (policy, outcome)",
+            "by (policy)",
+            "'h2o kept' shows nothing",
+        ),
+        (
+            "sluice",
+            "Bytes by tier and state",
+            "sluice_kv_cache_bytes{",
+            'sluice_kv_cache_bytes{tier="device", ',
+            "'*' is",
+        ),
+        ("sluice", "Host blocks by state", "_host_blocks{", "_blocks{", "'*' is"),
+        ("sluice", "Host copies and evictions", "by (direction)", "by (model_name)", "'load' shows nothing"),
+        ("sluice", "Copy time", "sluice_kv_copy_seconds_bucket", "sluice_kv_copy_bucket", "no series"),
         ("sluice", "Goodput", 'met="true"', 'met!="true"', "'goodput' is"),
         (
             "sluice",
@@ -101,6 +132,26 @@ def test_a_wrong_panel_is_found(proof: Proof, uid: str, title: str, right: str, 
     assert queries != panel.queries
     [shown] = proof.of(replace(dashboard, panels=(replace(panel, queries=queries),)))
     assert any(why in problem for problem in shown.problems), shown.problems
+
+
+def test_the_tiers_agree_with_each_other(proof: Proof) -> None:
+    """What the clients cannot see: how often host memory was written and given up, and what is in it at the end."""
+
+    def at_the_end(name: str, **labels: str) -> dict[str, float]:
+        matchers = ", ".join(f'{label}="{value}"' for label, value in labels.items())
+        return proof.by_instance(f"sluice_{name}{{{matchers}}}")
+
+    saved = at_the_end("kv_cache_host_copied_blocks_total", direction="save")
+    given_up = at_the_end("kv_cache_host_evicted_blocks_total")
+    evicted = at_the_end("kv_cache_evicted_blocks_total", cause="prefix_lru")
+    used = at_the_end("kv_cache_host_blocks", state="used")
+    for instance in proof.stage.windows:
+        assert saved[instance] - given_up[instance] == used[instance]
+        assert saved[instance] <= evicted[instance]
+    for state in ("used", "cached", "free"):
+        blocks = at_the_end("kv_cache_blocks", state=state)
+        nbytes = at_the_end("kv_cache_bytes", tier="device", state=state)
+        assert nbytes == {instance: count * QUICK.block_bytes for instance, count in blocks.items()}
 
 
 def test_only_known_variables_are_filled_in() -> None:

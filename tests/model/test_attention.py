@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import server.kvpool.tensors
 import server.model.attention.cpu
 import server.model.attention.reference
 from server.kvpool.layout import CACHE_DTYPES, CacheLayout, Visibility
@@ -68,13 +69,18 @@ def batches(draw: st.DrawFn, *, softcap: bool = False, narrow_values: bool = Fal
     )
 
 
-def pool_of(specs: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype) -> KVTensors:
-    stored = CACHE_DTYPES[str(dtype).removeprefix("torch.")]
-    return KVTensors(CacheLayout(tuple(spec.layout for spec in specs), stored, block_size), num_blocks, dtype, CPU)
+def pool_of(
+    specs: list[LayerSpec], num_blocks: int, block_size: int, dtype: torch.dtype, stored: str | None = None
+) -> KVTensors:
+    layout = tuple(spec.layout for spec in specs)
+    stored = stored or str(dtype).removeprefix("torch.")
+    return KVTensors(CacheLayout(layout, CACHE_DTYPES[stored], block_size), num_blocks, dtype, CPU)
 
 
-def attend(backend: AttentionBackend, batch: Batch, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """The backend's output and the dense one, both [T, H, value_dim]."""
+def attend(
+    backend: AttentionBackend, batch: Batch, dtype: torch.dtype = torch.float32, stored: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """The backend's output and the dense one over what the pool keeps of keys and values, both [T, H, value_dim]."""
     spec, size = batch.spec, batch.block_size
     generator = torch.Generator().manual_seed(batch.seed)
 
@@ -89,7 +95,7 @@ def attend(backend: AttentionBackend, batch: Batch, dtype: torch.dtype = torch.f
     for table, count, last in zip(tables, needed, np.cumsum(needed), strict=True):
         table[:count] = blocks[last - count : last]
 
-    pool = pool_of([spec] * 2, sum(needed) + 1, size, dtype)
+    pool = pool_of([spec] * 2, sum(needed) + 1, size, dtype, stored)
     pool.fill_(float("nan"))
     sink = normal(spec.num_heads) if spec.has_sink else None
     queries, keys, values, slots, positions, dense = [], [], [], [], [], []
@@ -99,7 +105,7 @@ def attend(backend: AttentionBackend, batch: Batch, dtype: torch.dtype = torch.f
         v = normal(context_len, spec.num_kv_heads, spec.value_dim)
         index = np.arange(context_len)
         at = torch.from_numpy(table[index // size].astype(np.int64) * size + index % size)
-        pool.write(spec.layer_idx, at, k.transpose(0, 1), v.transpose(0, 1))
+        k, v = (part.transpose(0, 1) for part in pool.write(spec.layer_idx, at, k.transpose(0, 1), v.transpose(0, 1)))
         queries.append(q)
         keys.append(k[-count:])
         values.append(v[-count:])
@@ -180,9 +186,79 @@ def test_bfloat16(batch: Batch, backend: AttentionBackend) -> None:
     torch.testing.assert_close(actual.double(), dense, atol=0.06, rtol=0.06)
 
 
-def test_a_sequence_full_of_nan_leaves_the_others_alone() -> None:
+STORED = st.sampled_from(["int8", "fp8", "bfloat16", "float16"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), STORED, st.sampled_from([0, 100]))
+def test_cpu_over_a_pool_of_another_type(batch: Batch, stored: str, dense_group: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.model.attention.cpu, "DENSE_GROUP", dense_group)
+        patch.setattr(server.kvpool.tensors, "UNPACKED_TOKENS", 32)
+        actual, dense = attend(CpuBackend(), batch, stored=stored)
+    torch.testing.assert_close(actual.double(), dense, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches(softcap=True, narrow_values=True), STORED)
+def test_reference_over_a_pool_of_another_type(batch: Batch, stored: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server.model.attention.reference, "MAX_GATHERED", 30)
+        actual, dense = attend(ReferenceBackend(), batch, stored=stored)
+    torch.testing.assert_close(actual.double(), dense, atol=1e-5, rtol=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(batches(), st.sampled_from([CpuBackend(), ReferenceBackend()]), st.sampled_from(["int8", "fp8", "float32"]))
+def test_bfloat16_over_a_pool_of_another_type(batch: Batch, backend: AttentionBackend, stored: str) -> None:
+    actual, dense = attend(backend, batch, torch.bfloat16, stored)
+    assert actual.dtype is torch.bfloat16
+    torch.testing.assert_close(actual.double(), dense, atol=0.06, rtol=0.06)
+
+
+@pytest.mark.parametrize("stored", ["int8", "fp8"])
+def test_shared_and_scattered_blocks_are_unpacked_once(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sequences begin with the same blocks, of which the first is out of sight; a third has its own in reverse."""
+    spec = LayerSpec(0, 4, 2, 8, 8, 0.3, window=9)
+    pool = pool_of([spec], 12, 4, torch.float32, stored)
+    pool.fill_(float("nan"))
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.arange(4, 44)
+    rows = torch.randn(2, 40, 8, generator=generator)
+    written, _ = pool.write(0, slots, rows, rows)
+    tables = np.array([[3, 4, 1, 5], [3, 4, 1, 2], [9, 8, 7, 0]], dtype=np.int32)
+    lengths = np.array([15, 14, 12], dtype=np.int32)
+    unpacked: list[list[int]] = []
+    unpack = KVTensors.unpack
+    monkeypatch.setattr(
+        KVTensors, "unpack", lambda self, layer, blocks: (unpacked.append(blocks.tolist()), unpack(self, layer, blocks))
+    )
+    nowhere = torch.zeros(3, dtype=torch.int64)
+    step = StepMetadata(
+        pool,
+        nowhere,
+        nowhere,
+        torch.from_numpy(lengths).long(),
+        torch.from_numpy(tables).long(),
+        np.arange(4, dtype=np.int32),
+        lengths,
+        tables,
+    )
+    query = torch.randn(3, 4, 8, generator=generator)
+    out = CpuBackend().attend(query, written[:, :3], written[:, :3], None, spec, step)
+    assert unpacked == [[4, 1, 5, 2, 9, 8, 7]]
+    for row in range(3):
+        index = np.arange(lengths[row])
+        at = tables[row][index // 4] * 4 + index % 4 - 4
+        keys = written[:, at].transpose(0, 1)
+        expected = dense_attention(query[row : row + 1], keys, keys, None, spec)
+        torch.testing.assert_close(out[row : row + 1].double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("stored", [None, "int8", "fp8", "float16"])
+def test_a_sequence_full_of_nan_leaves_the_others_alone(stored: str | None) -> None:
     spec = LayerSpec(0, 4, 2, 8, 8, 0.3)
-    pool = pool_of([spec], 5, 4, torch.float32)
+    pool = pool_of([spec], 5, 4, torch.float32, stored)
     generator = torch.Generator().manual_seed(0)
     for slot in range(4, 20):
         key = torch.randn(2, 1, 8, generator=generator) if slot < 12 else torch.full((2, 1, 8), float("nan"))
@@ -202,6 +278,7 @@ def test_a_sequence_full_of_nan_leaves_the_others_alone() -> None:
             for _ in range(2):
                 out = backend.attend(query, key, key, None, spec, step)
                 assert out[: counts[0]].isfinite().all()
+                assert not out[counts[0] :].isfinite().any()
 
 
 @pytest.mark.parametrize(

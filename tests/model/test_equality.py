@@ -25,15 +25,19 @@ def unmodified(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def worst_error(model: PreTrainedModel, backend: str, block_size: int) -> float:
     """Greatest difference of any logit between the paged and the unmodified model."""
+    return runner_error(model, ModelRunner(copy.deepcopy(model), backend, block_size))
+
+
+def runner_error(model: PreTrainedModel, runner: ModelRunner) -> float:
+    """The same for a runner that has a copy of the model."""
     generator = torch.Generator().manual_seed(2)
     sequences = [torch.randint(3, VOCAB, (length,), generator=generator) for length in LENGTHS]
     with torch.inference_mode():
         expected = [model(input_ids=ids[None], use_cache=False).logits[0] for ids in sequences]
-    runner = ModelRunner(copy.deepcopy(model), backend, block_size)
     groups = len(runner.layout.groups)
     runner.allocate(40 * groups)
     runner.pool.fill_(float("nan"))
-    paged = PagedSequences([ids.tolist() for ids in sequences], 40 * groups, block_size, num_groups=groups)
+    paged = PagedSequences([ids.tolist() for ids in sequences], 40 * groups, runner.block_size, num_groups=groups)
     error = 0.0
     for sizes in STEPS:
         plan, parts = paged.plan(sizes)

@@ -13,6 +13,7 @@ from server.model.memory import (
     MemoryDivision,
     available_main_memory,
     divide_memory,
+    host_blocks,
     readable,
     startup_report,
 )
@@ -24,7 +25,12 @@ GIB = 2**30
 
 
 def divide(
-    available: int, step: int = 0, device: str = "cuda", max_model_len: int = 1024, **settings: object
+    available: int,
+    step: int = 0,
+    device: str = "cuda",
+    max_model_len: int = 1024,
+    unpacked: int = 0,
+    **settings: object,
 ) -> MemoryDivision:
     return divide_memory(
         ServeSettings.model_validate(settings),
@@ -33,6 +39,7 @@ def divide(
         weight_bytes=GIB,
         available_bytes=available,
         step_bytes=step,
+        unpacked_bytes=unpacked,
         max_model_len=max_model_len,
     )
 
@@ -90,6 +97,18 @@ def test_the_division_adds_up_or_is_refused(
         assert division.left_bytes >= 0
 
 
+def test_what_a_step_unpacks_grows_with_the_cache() -> None:
+    """A block that takes a quarter of its size to be unpacked in, with or without a size that was asked for."""
+    division = divide(100 * BLOCK, step=20 * BLOCK, device="cpu", unpacked=BLOCK // 4)
+    assert division.num_blocks == 80 * CPU_SHARE / 1.25
+    assert division.step_bytes == 20 * BLOCK + division.num_blocks * BLOCK // 4
+    assert division.pool_bytes + division.step_bytes + division.left_bytes == 100 * BLOCK
+    assert divide(100 * BLOCK, device="cpu", unpacked=BLOCK // 4, kv_blocks=79).left_bytes == 0
+    message = refusal(100 * BLOCK, device="cpu", unpacked=BLOCK // 4, kv_blocks=80)
+    assert f"{readable(81 * BLOCK)} and {readable(81 * BLOCK // 4)} to unpack it in" in message
+    assert f"at most --kv-blocks 79 or --kv-bytes {80 * BLOCK}" in message
+
+
 def test_refusals_name_flag_number_and_what_is_possible() -> None:
     message = refusal(100 * BLOCK, step=10 * BLOCK, kv_blocks=90)
     assert "--kv-blocks asks for" in message
@@ -97,6 +116,25 @@ def test_refusals_name_flag_number_and_what_is_possible() -> None:
     assert f"--kv-bytes is 5000, but the smallest pool takes {2 * BLOCK} bytes" in refusal(100 * BLOCK, kv_bytes=5000)
     assert "raise --gpu-memory-utilization, lower --max-num-batched-tokens" in refusal(3 * BLOCK, step=2 * BLOCK)
     assert "--gpu-memory-utilization" not in refusal(BLOCK, device="cpu")
+
+
+def test_host_memory_takes_what_fits_and_no_more_than_there_is() -> None:
+    def fits(asked: int | str, available: int) -> int:
+        return host_blocks(ServeSettings.model_validate({"kv_host_memory": asked}), LAYOUT, available)
+
+    def refused(asked: int | str, available: int) -> str:
+        with pytest.raises(ModelLoadError) as caught:
+            fits(asked, available)
+        return str(caught.value)
+
+    assert fits(0, 0) == host_blocks(ServeSettings(), LAYOUT, 0) == 0
+    assert fits(BLOCK, BLOCK) == 1
+    assert fits(5 * BLOCK - 1, 5 * BLOCK) == fits(5 * BLOCK - 1, 4 * BLOCK) == 4
+    assert fits("1GiB", GIB) == GIB // BLOCK
+    assert f"--kv-host-memory is {BLOCK - 1}, but one block of 16 tokens takes {BLOCK}" in refused(BLOCK - 1, GIB)
+    assert "asks for 1.0 GiB, but 40.0 KiB of main memory" in refused("1GiB", 5 * BLOCK)
+    assert refused(9 * BLOCK, 5 * BLOCK + 1).endswith(f"at most --kv-host-memory {5 * BLOCK}")
+    assert refused(9 * BLOCK, -5 * BLOCK).endswith("at most --kv-host-memory 0")
 
 
 def test_what_a_person_is_told_at_start() -> None:
@@ -108,8 +146,13 @@ def test_what_a_person_is_told_at_start() -> None:
     assert report == [
         "model   tiny, bfloat16 on cuda:0",
         "layers  2 x GQA (2 KV heads of 8), 1 x MQA (1 KV head of 8, window 1,024), 1 x MLA (1 KV head of 576)",
-        "cache   1,312 bytes a token, 100 blocks of 16 tokens: 1,600 tokens, 5 sequences of 320 tokens",
+        "cache   bfloat16, 1,312 bytes a token, 100 blocks of 16 tokens: 1,600 tokens, 5 sequences of 320 tokens",
         "memory  weights 1.0 GiB, largest step 512.0 MiB, cache 2.0 MiB (--kv-blocks), 1.5 GiB left",
+    ]
+    with_host = startup_report("tiny", "bfloat16", "cuda:0", layout, [None, 1024, None, None], 320, division, 2000)
+    assert with_host == [
+        *report,
+        "host    40.0 MiB of main memory: 2,000 more blocks, 32,000 tokens, for what the cache gives up",
     ]
     short = startup_report("tiny", "bfloat16", "cuda:0", layout, [None] * 4, 2000, division)
     assert "not one sequence of 2,000 tokens (the limit of a request is 1,600)" in short[2]

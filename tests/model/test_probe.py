@@ -167,8 +167,8 @@ def test_describes_each_layer() -> None:
     assert all(layer.spec.has_sink for layer in probe(tiny_model("gpt_oss")))
     assert [layer.spec.chunk for layer in probe(tiny_model("llama4_text"))] == [8, 8, 8, None]
     (latent, *_) = probe(tiny_model("deepseek_v3"))
-    assert (latent.spec.key_dim, latent.spec.value_dim) == (20, 10)
-    assert latent.spec.layout.kind is AttentionKind.MHA
+    assert (latent.spec.num_heads, latent.spec.num_kv_heads) == (4, 1)
+    assert (latent.spec.key_dim, latent.spec.value_dim, latent.spec.latent_rank) == (32, 32, 24)
 
 
 def test_a_layer_that_changes_after_the_probe_fails_loudly() -> None:

@@ -126,7 +126,7 @@ def prepare(service: Service, exchange: Exchange, translated: Translated, *, end
         endpoint=endpoint,
         streaming=bool(body.stream),
         tenant=exchange.tenant,
-        isolated=service.settings.prefix_sharing == "key",
+        settings=service.settings,
         shown_special_ids=reply_format.marker_ids,
         constrain=constrain,
         ending=None if parallel or not tools else partial(reply_format.first_call, rendered.text, tools=tools),

@@ -108,7 +108,7 @@ def _job(service: Service, exchange: Exchange, raw: Mapping[str, Any]) -> Job:
             endpoint=ENDPOINT,
             streaming=bool(body.stream),
             tenant=exchange.tenant,
-            isolated=service.settings.prefix_sharing == "key",
+            settings=service.settings,
             prompt_logprobs=body.logprobs if body.echo else None,
             constrain=constrain,
         )

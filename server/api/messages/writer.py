@@ -14,6 +14,7 @@ from server.api.generation import Generation
 from server.api.messages.blocks import Event, MessageBlocks
 from server.api.messages.translate import hides_thinking
 from server.api.messages.wire import MessagesRequest
+from server.api.wire import evictions
 from server.text.reply import Reasoning
 
 
@@ -102,6 +103,7 @@ class MessagesWriter:
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
+            **evictions(usage),
         }
 
 

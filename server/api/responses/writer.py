@@ -15,6 +15,7 @@ from server.api.generation import Generation
 from server.api.responses.items import Event, ResponseItems, Status
 from server.api.responses.translate import LOGPROBS, SEALED_REASONING, includes
 from server.api.responses.wire import ResponsesRequest
+from server.api.wire import evictions
 
 
 class ResponsesWriter:
@@ -124,4 +125,5 @@ class ResponsesWriter:
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
             "total_tokens": usage["total_tokens"],
+            **evictions(usage),
         }

@@ -4,11 +4,15 @@ Rows with one query, most of a busy server's, are computed together as sparse ma
 entries only at the slots that the query sees, and those weights times the values are bags of embeddings. Torch has
 both products, parallel over rows and free to look anywhere in the pool, so the block tables need not be contiguous and
 a layer costs a handful of calls however many sequences there are. Their inner products are taken one by one, which
-stops paying when many query heads share a KV head.
+stops paying when many query heads share a KV head. Where the pool stores other numbers than the model computes with,
+"in place" is what `server.model.attention.unpacked` lays out of it.
 
 All else goes to torch's flash kernel, a call for each run of consecutive blocks. The kernel returns the log-sum-exp of
 its scores beside its output, so runs are merged exactly (the reduction of FlashAttention, arXiv:2205.14135, section
 3.1). Query heads that share a KV head are the kernel's queries for that head, so keys and values are never repeated.
+
+The flash kernel keeps its weights to itself, so rows whose attention is observed are left to the reference where they
+are not sparse. Their context is bounded by the budget for which they are observed.
 """
 
 from __future__ import annotations
@@ -23,8 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.model.attention.metadata import StepMetadata, make_buckets
-from server.model.attention.reference import hidden_keys
+from server.kvpool.tensors import KVTensors
+from server.model.attention.metadata import Bucket, StepMetadata, make_buckets
+from server.model.attention.reference import attend_row, hidden_keys
+from server.model.attention.scores import add_scores, score_places
+from server.model.attention.unpacked import unpacked_step
 from server.model.spec import LayerSpec
 from server.step import Int32Array, Int64Array
 
@@ -48,6 +55,8 @@ class _SparseRows:
     weights: [nnz], the softmax of the scores' values.
     parts: for rows padded to one width, views [rows, heads, width] of scores' values and of weights, and the padding
         [rows, 1, width].
+    observed: for each part the rows that are observed, and the places of their keys' scores [kv_heads, rows, width],
+        flattened; None when there are none.
     """
 
     queries: Tensor
@@ -56,6 +65,7 @@ class _SparseRows:
     starts: Tensor
     weights: Tensor
     parts: list[tuple[Tensor, Tensor, Tensor]]
+    observed: list[tuple[Tensor, Tensor] | None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,34 +110,55 @@ class CpuBackend:
         self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None, spec: LayerSpec, step: StepMetadata
     ) -> Tensor:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_dim)
+        stored, step = step, unpacked_step(step, spec)
         shape = (spec.visibility, spec.num_heads, spec.num_kv_heads)
-        if spec.num_heads < DENSE_GROUP * spec.num_kv_heads and query.dtype == torch.float32:
-            sparse = step.once(("cpu-sparse", shape), lambda: _plan_sparse(step, spec))
+        is_sparse = spec.num_heads < DENSE_GROUP * spec.num_kv_heads and query.dtype == torch.float32
+        if is_sparse:
+            sparse = step.once(("cpu-sparse", shape), lambda: _plan_sparse(step, stored, spec))
             if sparse is not None:
-                self._attend_sparse(query, sink, spec, step, sparse, out)
+                self._attend_sparse(query, sink, spec, step.pool, stored.pool, sparse, out)
         else:
             decodes = step.once(("cpu-runs", shape), lambda: _plan_runs(step, spec))
             if decodes.runs:
                 self._attend_runs(query, sink, spec, decodes, out)
         for row in step.once(("cpu-prompts", shape), lambda: _plan_prompts(step, spec)):
             self._attend_prompt(query, key, value, sink, spec, step, row, out)
+        if step.observed is not None:
+            grouped = query.unflatten(1, (spec.num_kv_heads, -1)).transpose(0, 1)
+            left = step.observed & (step.query_lens > 1) if is_sparse else step.observed
+            for observed in np.flatnonzero(left).tolist():
+                attend_row(observed, grouped, sink, spec, stored, out)
         return out
 
     def _attend_sparse(
-        self, query: Tensor, sink: Tensor | None, spec: LayerSpec, step: StepMetadata, rows: _SparseRows, out: Tensor
+        self,
+        query: Tensor,
+        sink: Tensor | None,
+        spec: LayerSpec,
+        pool: KVTensors,
+        scored: KVTensors,
+        rows: _SparseRows,
+        out: Tensor,
     ) -> None:
-        keys = step.pool.flat_keys(spec.layer_idx).flatten(0, 1)
-        values = step.pool.flat_values(spec.layer_idx).flatten(0, 1)
+        keys = pool.flat_keys(spec.layer_idx).flatten(0, 1)
+        values = pool.flat_values(spec.layer_idx).flatten(0, 1)
         chosen = query.index_select(0, rows.queries).flatten(0, 1)
         # With beta = 0 the old values still enter as 0 * value. They are this row's own: its score in another layer,
         # or -inf where it is padded, which becomes NaN and is masked again.
         torch.sparse.sampled_addmm(rows.scores, chosen, keys.t(), beta=0.0, alpha=spec.scale, out=rows.scores)
         strengths = []
-        for scores, weights, padding in rows.parts:
+        for (scores, weights, padding), observed in zip(rows.parts, rows.observed, strict=True):
             scores.masked_fill_(padding, -math.inf)
             torch.softmax(scores, -1, out=weights)
             if sink is not None:
                 strengths.append(torch.sigmoid(scores.logsumexp(-1) - sink))
+            if observed is not None:
+                members, places = observed
+                received = weights.index_select(0, members)
+                if sink is not None:
+                    received *= strengths[-1].index_select(0, members)[..., None]
+                by_group = received.unflatten(1, (spec.num_kv_heads, -1))
+                add_scores(scored, spec.layer_idx, places, by_group.sum(2).transpose(0, 1))
         mixed = F.embedding_bag(
             rows.columns, values, rows.starts, mode="sum", per_sample_weights=rows.weights, include_last_offset=True
         ).view(-1, spec.num_heads, spec.value_dim)
@@ -202,7 +233,7 @@ def _merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return (outputs * weights).sum(0).to(outputs.dtype), total
 
 
-def _plan_sparse(step: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
+def _plan_sparse(step: StepMetadata, stored: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
     rows = np.flatnonzero(step.query_lens == 1)
     if not len(rows):
         return None
@@ -226,18 +257,30 @@ def _plan_sparse(step: StepMetadata, spec: LayerSpec) -> _SparseRows | None:
     scores = torch.sparse_csr_tensor(
         starts, columns, values, (len(rows) * heads, spec.num_kv_heads * num_slots), check_invariants=False
     )
-    return _SparseRows(torch.cat([bucket.queries for bucket in buckets]), scores, columns, starts, weights, parts)
+    queries = torch.cat([bucket.queries for bucket in buckets])
+    # Of the same lengths, so the same buckets; but with the slots whose scores they are.
+    same = step is stored or step.observed is None
+    scored = buckets if same else make_buckets(stored, rows, spec.visibility, sys.maxsize, FILL)
+    observed = [_plan_observed(stored, spec, bucket) for bucket in scored]
+    return _SparseRows(queries, scores, columns, starts, weights, parts, observed)
+
+
+def _plan_observed(step: StepMetadata, spec: LayerSpec, bucket: Bucket) -> tuple[Tensor, Tensor] | None:
+    if bucket.observed is None:
+        return None
+    slots = bucket.slots.view(bucket.padding.shape).index_select(0, bucket.observed)
+    return bucket.observed, score_places(step.pool, spec.num_kv_heads, slots.flatten())
 
 
 def _plan_runs(step: StepMetadata, spec: LayerSpec) -> _RunRows:
-    rows = np.flatnonzero(step.query_lens == 1)
+    rows = np.flatnonzero((step.query_lens == 1) & ~step.observed_rows)
     runs = _runs(step, rows, step.first_visible(rows, spec.visibility), step.host_context_lens[rows])
     queries = torch.from_numpy(step.query_starts[rows].astype(np.int64))
     return _RunRows(queries, [[step.pool.runs(*run) for run in pieces] for pieces in runs])
 
 
 def _plan_prompts(step: StepMetadata, spec: LayerSpec) -> list[_PromptRow]:
-    rows = np.flatnonzero(step.query_lens > 1)
+    rows = np.flatnonzero((step.query_lens > 1) & ~step.observed_rows)
     context_lens = step.host_context_lens[rows]
     earlier_lens = context_lens - step.query_lens[rows]
     plans = []

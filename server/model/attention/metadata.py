@@ -49,6 +49,11 @@ class StepMetadata:
         return plan
 
     @property
+    def observed_rows(self) -> npt.NDArray[np.bool_]:
+        """bool [B], `observed` where it is None, too."""
+        return np.zeros(len(self.host_context_lens), dtype=np.bool_) if self.observed is None else self.observed
+
+    @property
     def query_lens(self) -> Int32Array:
         return np.diff(self.query_starts)
 
@@ -74,12 +79,14 @@ class Bucket:
     rows: [n] index into the sequences. queries: [n] index into the packed tokens.
     slots: [n * width], padded with the row's own newest slot, which is always written and never another request's.
     padding: [n, width], True where padded.
+    observed: [m], which of the n rows are observed; None when there are none.
     """
 
     rows: Tensor
     queries: Tensor
     slots: Tensor
     padding: Tensor
+    observed: Tensor | None
 
     @property
     def width(self) -> int:
@@ -119,4 +126,11 @@ def _make_bucket(step: StepMetadata, rows: Int64Array, first: Int64Array, width:
     index = torch.minimum(index, newest)
     blocks = step.block_tables[row_ids].gather(1, index // step.block_size)
     slots = blocks * step.block_size + index % step.block_size
-    return Bucket(row_ids, queries, slots.flatten(), padding)
+    return Bucket(row_ids, queries, slots.flatten(), padding, _observed_of(step, rows))
+
+
+def _observed_of(step: StepMetadata, rows: Int64Array) -> Tensor | None:
+    observed = np.flatnonzero(step.observed_rows[rows])
+    if not len(observed):
+        return None
+    return torch.from_numpy(observed).to(step.slots.device, non_blocking=True)

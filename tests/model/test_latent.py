@@ -1,0 +1,233 @@
+"""Multi-head latent attention from the latent: the numbers of the unmodified module, in the memory of the formula."""
+
+from __future__ import annotations
+
+import copy
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from loadtest.architectures import tiny_model
+from server.kvpool.layout import CACHE_DTYPES, AttentionKind, LayerLayout
+from server.kvpool.shapes import read_shape
+from server.model.probe import probe
+from server.model.runner import ModelRunner
+from server.model.spec import cache_layout
+from server.model.trial import pack
+from server.scheduler.scheduler import SchedulerConfig
+from server.step import SamplingParams
+from tests.model.test_equality import runner_error
+from tests.test_central import Job, alone, is_near_tie, serve
+
+LATENT = LayerLayout(AttentionKind.MLA, 1, 24 + 8, 0, rope_dim=8)
+EXPANDED = LayerLayout(AttentionKind.MHA, 4, 12 + 8, 10)
+DEEPSEEK_V3 = json.loads((Path(__file__).parents[2] / "docs" / "configs" / "deepseek-v3.json").read_text())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("heads", [4, 16], ids=["few heads", "many heads"])
+@pytest.mark.parametrize("q_lora_rank", [20, None])
+@pytest.mark.parametrize("architecture", ["deepseek_v2", "deepseek_v3", "minicpm3"])
+def test_equals_the_unmodified_expanded_module(
+    architecture: str, q_lora_rank: int | None, heads: int, backend: str
+) -> None:
+    """In chunks beside other sequences, over shuffled blocks of a pool full of NaN."""
+    model = tiny_model(architecture, num_attention_heads=heads, num_key_value_heads=heads, q_lora_rank=q_lora_rank)
+    runner = ModelRunner(copy.deepcopy(model), backend, 4)
+    assert runner.layout.layers == (LATENT,) * 3
+    assert set(runner.backends) == {backend}
+    assert runner_error(model, runner) < 1e-5
+
+
+def test_latents_may_be_scaled_after_their_norm() -> None:
+    """LongCat-Flash does, and scales its queries."""
+    sizes = {
+        "num_layers": 1,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+    }
+    experts = {"zero_expert_num": 1, "moe_topk": 2, "n_routed_experts": 4}
+    widths = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+    model = tiny_model("longcat_flash", num_key_value_heads=4, **sizes, **experts, **widths)
+    assert all(layer.self_attn[0].mla_scale_kv_lora != 1 for layer in model.model.layers)
+    runner = ModelRunner(copy.deepcopy(model), "cpu", 4)
+    assert set(runner.layout.layers) == {LATENT}
+    assert runner_error(model, runner) < 1e-5
+
+
+def test_bytes_of_the_pool_are_those_of_the_formula() -> None:
+    """[latent | rotary part] once, not twice: the memory that is really taken."""
+    runner = ModelRunner(tiny_model("deepseek_v3"), "cpu", 4)
+    assert runner.layout.bytes_per_token == 3 * (24 + 8) * 4
+    runner.allocate(10)
+    assert runner.pool.nbytes == 10 * 4 * 3 * (24 + 8) * 4
+
+
+def test_a_token_of_deepseek_v3_takes_70272_bytes() -> None:
+    """By its config.json and by its loaded layers, 61 of the attention's true widths but of few heads and weights."""
+    bfloat16 = CACHE_DTYPES["bfloat16"]
+    assert read_shape(DEEPSEEK_V3).layout(bfloat16, 16).bytes_per_token == 70_272
+    widths = ("num_hidden_layers", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    model = tiny_model(
+        "deepseek_v3",
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        hidden_size=16,
+        **{name: DEEPSEEK_V3[name] for name in widths},
+    )
+    layout = cache_layout([layer.spec for layer in probe(model)], bfloat16, 16)
+    assert layout.bytes_per_token == 70_272
+    assert layout == read_shape(DEEPSEEK_V3).layout(bfloat16, 16)
+
+
+def test_the_matrices_are_the_models_own() -> None:
+    for layer in probe(tiny_model("deepseek_v2")):
+        assert layer.latent is not None
+        weight = layer.module.kv_b_proj.weight
+        for matrix in (layer.latent.to_key, layer.latent.to_value):
+            assert matrix.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+
+
+def test_latents_are_let_go() -> None:
+    runner = ModelRunner(tiny_model("deepseek_v3"), "cpu", 4)
+    runner.allocate(3)
+    seen: list[weakref.ref[Tensor]] = []
+    for layer in runner.model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
+    runner.compute_logits(pack([([5, 6, 7], 0, [[1]])], 4))
+    runner._unpaged_logits(torch.tensor([5, 6, 7]))
+    assert len(seen) == 6
+    assert [latent() for latent in seen] == [None] * 6
+
+
+class Quantised(nn.Module):
+    """Rows of int8 with a scale each: no plain matrix to view."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.weight * self.scale).T
+
+
+class Otherwise(nn.Linear):
+    """Has a plain matrix and does something else with it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x.square().sum(-1, keepdim=True)
+
+
+def replaced(make: Callable[[nn.Linear], nn.Module]) -> PreTrainedModel:
+    """A model whose layers expand their latents by other modules."""
+    model = tiny_model("deepseek_v3")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = make(layer.self_attn.kv_b_proj)
+    return model
+
+
+def with_bias(linear: nn.Linear) -> nn.Module:
+    biased = nn.Linear(linear.in_features, linear.out_features)
+    biased.weight = linear.weight
+    return biased
+
+
+def otherwise(linear: nn.Linear) -> nn.Module:
+    other = Otherwise(linear.in_features, linear.out_features, bias=False)
+    other.weight = linear.weight
+    return other
+
+
+def test_a_quantised_matrix_is_dequantised_once() -> None:
+    model = replaced(Quantised)
+    runner = ModelRunner(copy.deepcopy(model), "cpu", 4)
+    assert runner.layout.layers == (LATENT,) * 3
+    assert runner_error(model, runner) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (with_bias, "its expansion of the latent has a bias"),
+        (otherwise, "its keys and values are not the latent times the matrix"),
+    ],
+)
+def test_what_does_not_fit_is_served_expanded(
+    make: Callable[[nn.Linear], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = replaced(make)
+    runner = ModelRunner(copy.deepcopy(model), "cpu", 4)
+    assert runner.layout.layers == (EXPANDED,) * 3
+    assert [record.message for record in caplog.records if record.name == "server.model.probe"] == [
+        f"DeepseekV3ForCausalLM has latent attention that is cached expanded, in many times the memory: {reason}"
+    ]
+    assert runner_error(model, runner) < 1e-5
+
+
+def test_heads_with_rotary_keys_of_their_own_are_served_expanded(caplog: pytest.LogCaptureFixture) -> None:
+    def turn(model: PreTrainedModel) -> PreTrainedModel:
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            expand = type(attention).expand_kv
+
+            def expand_kv(*inputs: Tensor, attention: Any = attention, expand: Any = expand) -> tuple[Tensor, Tensor]:
+                key, value = expand(attention, *inputs)
+                key[:, 1, :, 12:] *= 1.5
+                return key, value
+
+            attention.expand_kv = expand_kv
+        return model
+
+    runner = ModelRunner(turn(tiny_model("deepseek_v2")), "cpu", 4)
+    assert runner.layout.layers == (EXPANDED,) * 3
+    assert "its heads do not share one rotary key" in caplog.text
+    assert runner_error(turn(tiny_model("deepseek_v2")), runner) < 1e-5
+
+
+SHARED = tuple(range(10, 30))
+WORK = [
+    Job((*SHARED, 40, 41, 42), 12, SamplingParams(temperature=0.0), 0, None, 4, 0),
+    Job((*SHARED[:16], 50), 12, SamplingParams(temperature=0.9, seed=1), 2, None, None, 0),
+    Job((*SHARED, 40, 41, 43, 44, 45), 10, SamplingParams(temperature=1.2, seed=2, top_k=9), 9, None, 12, 0),
+    Job((60, 61, 62, 63, 64, 65, 66), 12, SamplingParams(temperature=0.0), 3, None, None, 0),
+]
+
+
+@pytest.fixture(scope="module", params=[4, 16], ids=["few heads", "many heads"])
+def served(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, ModelRunner, list[list[int]]]:
+    """A model, its runner, and what each job of WORK gets alone."""
+    model = tiny_model("deepseek_v3", num_attention_heads=request.param, num_key_value_heads=request.param)
+    runner = ModelRunner(copy.deepcopy(model), "cpu", 16)
+    return model, runner, [alone(runner, job) for job in WORK]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(("chunk", "num_blocks"), [(5, 4), (16, 5), (200, 40)])
+def test_tokens_do_not_depend_on_the_company(
+    served: tuple[PreTrainedModel, ModelRunner, list[list[int]]], chunk: int, num_blocks: int, prefix_caching: bool
+) -> None:
+    """In chunks, after forced preemptions and for want of blocks, after prefixes that others computed."""
+    model, runner, expected = served
+    config = SchedulerConfig(
+        block_size=16,
+        num_blocks=num_blocks,
+        max_num_seqs=4,
+        max_num_batched_tokens=4 + max(chunk, 16),
+        prefix_caching=prefix_caching,
+    )
+    for job, output, own in zip(WORK, serve(runner, WORK, config), expected, strict=True):
+        assert len(output) == len(own) == job.max_tokens
+        if output != own:
+            first = next(index for index, (a, b) in enumerate(zip(output, own, strict=True)) if a != b)
+            assert is_near_tie(model, job, own[: first + 1], output[first])

@@ -12,7 +12,7 @@ from torch import Tensor
 from server.kvpool.layout import CACHE_DTYPES, CacheDtype, CacheLayout, LayerLayout
 from server.kvpool.quantise import dequantise, one, quantise, storage_dtype
 
-UNPACKED_TOKENS = 1024
+UNPACKED_NUMBERS = 2**19
 """How many are unpacked at a time: so few that they are still in the processor's cache when they are scaled."""
 
 
@@ -148,8 +148,8 @@ class KVTensors:
         stores = [(self._keys, target.flat_keys(layer))]
         if not self._latent[layer]:
             stores.append((self._values, target.flat_values(layer)))
-        start = 0
-        for piece in blocks.split(max(1, UNPACKED_TOKENS // size)):
+        start, widest = 0, max(flat.shape[0] * flat.shape[2] for _, flat in stores)
+        for piece in blocks.split(max(1, UNPACKED_NUMBERS // (size * widest))):
             length = len(piece) * size
             for store, flat in stores:
                 store.unpack(layer, piece, size, flat.narrow(1, start, length))

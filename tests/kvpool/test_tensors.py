@@ -157,7 +157,7 @@ def test_a_latent_row_has_a_scale_for_each_part(stored: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "computed"), OTHERS)
 def test_unpacked_blocks_are_what_is_read(dtype: str, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.kvpool.tensors, "UNPACKED_TOKENS", 8)  # two blocks
+    monkeypatch.setattr(server.kvpool.tensors, "UNPACKED_NUMBERS", 200)  # one block or a few
     pool = stored_as(dtype, 9, computed)
     write_everywhere(pool)
     memory = {storage.data_ptr() for storage in pool.unpacked.storages}

@@ -194,7 +194,7 @@ STORED = st.sampled_from(["int8", "fp8", "bfloat16", "float16"])
 def test_cpu_over_a_pool_of_another_type(batch: Batch, stored: str, dense_group: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.model.attention.cpu, "DENSE_GROUP", dense_group)
-        patch.setattr(server.kvpool.tensors, "UNPACKED_TOKENS", 32)
+        patch.setattr(server.kvpool.tensors, "UNPACKED_NUMBERS", 1000)
         actual, dense = attend(CpuBackend(), batch, stored=stored)
     torch.testing.assert_close(actual.double(), dense, atol=1e-5, rtol=1e-5)
 

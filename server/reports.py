@@ -68,7 +68,7 @@ class PoolReport:
     waiting_tokens: prompt tokens of those that have not started yet; siblings' common prompt counts once.
     used_blocks: referenced by a running request; cached_blocks: kept for their content only, evictable.
     unused_slots: slots for tokens in used blocks that hold none yet.
-    evicted_blocks, preemptions, queried_tokens, hit_tokens: totals since the start, None where there is nothing new;
+    preemptions, queried_tokens, hit_tokens: totals since the start, None where there is nothing new;
         prefix-cache look-ups and hits are counted in prompt tokens.
     evicted_by: blocks given up since the start, by which of EVICTION_CAUSES.
     kept_tokens, dropped_tokens: of sequences with a budget, at each compaction since the start, by policy.
@@ -82,7 +82,6 @@ class PoolReport:
     waiting: Mapping[str, int] = field(default_factory=dict)
     waiting_tokens: int = 0
     unused_slots: int = 0
-    evicted_blocks: int | None = None
     preemptions: int | None = None
     queried_tokens: int | None = None
     hit_tokens: int | None = None

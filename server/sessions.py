@@ -258,14 +258,13 @@ class Sessions:
                 waiting=stats.waiting_by_reason,
                 waiting_tokens=self._admission.waiting_tokens,
                 unused_slots=stats.unused_slots,
-                evicted_blocks=stats.evicted_by["prefix_lru"],
+                preemptions=stats.preemptions,
+                queried_tokens=stats.queried_tokens,
+                hit_tokens=stats.hit_tokens,
                 evicted_by=stats.evicted_by,
                 kept_tokens=stats.kept_tokens,
                 dropped_tokens=stats.dropped_tokens,
                 host=stats.host,
-                preemptions=stats.preemptions,
-                queried_tokens=stats.queried_tokens,
-                hit_tokens=stats.hit_tokens,
             )
         )
 

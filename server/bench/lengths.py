@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from random import Random
 from statistics import NormalDist, fmean
 
-from server.bench.client import BenchError
-
 PROMPT_TOKENS, OUTPUT_TOKENS = 161, 338
 """Means of the conversations of ShareGPT as the paper of PagedAttention measured them (arXiv:2309.06180, figure 11)."""
 
@@ -16,7 +14,7 @@ SPREAD = 0.8
 """Deviation of the lengths' logarithms: half of them are below 0.73 of the mean, the longest of a mix is 5 times it."""
 
 COUNT = 64
-MEASURED = (400, 4000)  # characters
+PIECES, PIECE = 8, 1000
 
 
 def lognormal(mean: int, count: int = COUNT, spread: float = SPREAD) -> list[int]:
@@ -33,17 +31,14 @@ async def mixed(text: str, tag: str, count: Callable[[str], Awaitable[int]], see
     """Prompts cut out of `text`, and how many tokens each is to be answered with: all that one lap asks for.
 
     tag: what will be put before each prompt, as long as its kind gets; the lengths of prompts include it.
-    count: asks the server for the tokens of a prompt, so that this needs no tokenizer. Two counts give the tokens of a
-        character; single prompts are off by what their text differs from the rest.
+    count: asks the server for the tokens of a prompt, so that this needs no tokenizer. Pieces of the text, PIECES of
+        PIECE characters each, give the characters of a token; single prompts are off by what their own differ from it.
     seed: of which prompt has which answer.
-    Raises BenchError where longer text has no more tokens.
     """
-    source = (text + "\n\n") * math.ceil(8 * PROMPT_TOKENS * 16 / len(text) + 1)
-    few, many = [await count(tag + source[:size]) for size in MEASURED]
-    if many <= few:
-        raise BenchError(f"--lengths mixed: the server counts {few} tokens in {MEASURED[0]} characters, {many} in more")
-    per_token = (MEASURED[1] - MEASURED[0]) / (many - few)
-    of_tag = few - MEASURED[0] / per_token
+    source = (text + "\n\n") * math.ceil(16 * (PROMPT_TOKENS + PIECE) / len(text) + 1)
+    pieces = [source[start : start + PIECE] for start in range(0, len(text), -(-len(text) // PIECES))]
+    per_token = PIECE * len(pieces) / sum([await count(piece) for piece in pieces])
+    of_tag = await count(tag) if tag else 0
     prompts, outputs = lognormal(PROMPT_TOKENS), lognormal(OUTPUT_TOKENS)
     Random(seed).shuffle(outputs)
     sizes = [max(1, round((tokens - of_tag) * per_token)) for tokens in prompts]
@@ -51,7 +46,7 @@ async def mixed(text: str, tag: str, count: Callable[[str], Awaitable[int]], see
 
 
 def _cut(source: str, period: int, sizes: Sequence[int]) -> list[str]:
-    """Parts of these sizes, each from where the one before ended, as long as they are within the first `period`."""
+    """Parts of these sizes, each from where the one before ended, starting again where that is past `period`."""
     parts, start = [], 0
     for size in sizes:
         parts.append(source[start : start + size])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from transformers import PreTrainedModel
 from loadtest.architectures import tiny_model
 from server.kvpool.layout import CACHE_DTYPES, AttentionKind, LayerLayout
 from server.kvpool.shapes import read_shape
+from server.model.hook import _current
 from server.model.probe import probe
 from server.model.runner import ModelRunner
 from server.model.spec import cache_layout
@@ -98,15 +98,21 @@ def test_the_matrices_are_the_models_own() -> None:
 
 
 def test_latents_are_let_go() -> None:
+    """After the layer's attention; at the end of a pass that failed before it; and none are kept of other passes."""
     runner = ModelRunner(tiny_model("deepseek_v3"), "cpu", 4)
     runner.allocate(3)
-    seen: list[weakref.ref[Tensor]] = []
+    kept = []
     for layer in runner.model.model.layers:
-        layer.self_attn.kv_b_proj.register_forward_pre_hook(lambda _, inputs: seen.append(weakref.ref(inputs[0])))
-    runner.compute_logits(pack([([5, 6, 7], 0, [[1]])], 4))
+        layer.mlp.register_forward_pre_hook(lambda *_: kept.append(_current.latent))
+    plan = pack([([5, 6, 7], 0, [[1]])], 4)
+    runner.compute_logits(plan)
+    assert kept == [None] * 3
     runner._unpaged_logits(torch.tensor([5, 6, 7]))
-    assert len(seen) == 6
-    assert [latent() for latent in seen] == [None] * 6
+    assert kept == [None] * 6
+    runner.model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner.compute_logits(plan)
+    assert _current.latent is None
 
 
 class Quantised(nn.Module):

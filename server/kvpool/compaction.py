@@ -17,8 +17,9 @@ from torch import Tensor
 from server.kvpool.tensors import KVTensors
 from server.step import Compaction
 
-MAX_MOVED_BYTES = 2**26
-"""Bound of the memory that moved rows take meanwhile, unless those of a single layer take more."""
+MAX_MOVED_BYTES = 2**22
+"""Bound of the memory that moved rows take meanwhile, unless those of a single layer take more. Small pieces are reused
+by the allocator and stay in the cache of a CPU."""
 
 
 def compact(pool: KVTensors, compaction: Compaction) -> None:

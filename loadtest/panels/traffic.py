@@ -134,7 +134,7 @@ class Traffic:
             await self._budgets()
         await self._steady(self._scale.steady_seconds)
         await self._refusals(2 + self._number)
-        await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._out_of_time(1.0))
+        await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._cut_short())
         await self._out_of_time(0.001)
         await together.wait()
         await self._pressure(self._scale.seconds)
@@ -290,9 +290,15 @@ class Traffic:
             raise BenchError(f"a request that had to wait too long was answered {record.status}")
         self.outcomes.append(Outcome("completions", False, record, "abort", "queue_timeout"))
 
-    async def _out_of_time(self, seconds: float) -> None:
+    async def _cut_short(self) -> None:
+        """A request that ends with a part of its answer; one that a busy machine gave nothing is tried again."""
+        seconds = 1.0
+        while await self._out_of_time(seconds) == "deadline_empty":
+            seconds *= 2
+
+    async def _out_of_time(self, seconds: float) -> str:
         """A request that may not take as long as it would: it ends with what it has, or with an error if that is
-        nothing."""
+        nothing. Returns which."""
         path, body = self._body(
             self._prompt(), self._scale.endless_tokens, False, stream=True, ignore_eos=True, request_timeout=seconds
         )
@@ -303,6 +309,7 @@ class Traffic:
             raise BenchError(f"a request of {seconds:g} seconds ended with {record.failure or record.finish_reason}")
         cause = "deadline" if record.failure is None else "deadline_empty"
         self.outcomes.append(Outcome("completions", True, record, "abort", cause))
+        return cause
 
 
 def _take_usage(record: Record, usage: dict[str, Any]) -> None:

@@ -238,9 +238,9 @@ def _plan_sparse(step: StepMetadata, stored: StepMetadata, spec: LayerSpec) -> _
     if not len(rows):
         return None
     heads, num_slots = spec.num_heads, step.pool.num_blocks * step.block_size
-    if step.host_context_lens[rows].max() > num_slots:
+    if (step.host_context_lens[rows] - step.first_visible(rows, spec.visibility)).max() > num_slots:
         # torch would take so many entries in a row for an error of its own and write past its arrays.
-        raise ValueError("a sequence has more tokens than the pool has slots")
+        raise ValueError("a sequence sees more tokens than the pool has slots")
     index = torch.int32 if spec.num_kv_heads * num_slots < 2**31 else torch.int64
     # Row h * num_slots + slot of the flattened keys is what KV head h stores in a slot.
     offsets = torch.arange(spec.num_kv_heads, dtype=index).repeat_interleave(heads // spec.num_kv_heads) * num_slots

@@ -365,3 +365,21 @@ async def test_whoever_looks_at_a_broken_cache_hears_of_it_and_nobody_else(
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(harness.engine.cache_snapshot(), 10)
     assert text_of(await collect(harness.submit(harness.request(max_tokens=3))))
+
+
+async def test_an_answer_says_how_many_tokens_its_budget_has_evicted(checkpoint: Path) -> None:
+    harness = Harness(checkpoint, kv_policy="h2o", block_size=4)
+    await harness.ready()
+    for budget, max_tokens in ((16, 60), (16, 3), (None, 60)):
+        held = evicted = 0
+        for _ in range(29 + max_tokens):  # the last token is not computed
+            if budget is not None and held == budget + 16:
+                held, evicted = budget, evicted + 16
+            held += 1
+        for policy in ("h2o", "window"):
+            request = harness.request((7,) * 30, max_tokens=max_tokens, kv_budget=budget, kv_policy=policy)
+            outputs = await collect(harness.submit(request))
+            assert outputs[-1].usage.evicted_tokens == evicted
+            assert (evicted > 0) == (budget is not None and max_tokens == 60)
+    await harness.engine.drain(0.0)
+    await harness.engine.stop()

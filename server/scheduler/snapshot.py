@@ -26,9 +26,9 @@ def cache_snapshot(
             status=status,
             num_tokens=request.num_tokens,
             num_computed=request.num_computed,
-            num_evicted=request.num_evicted,
+            num_evicted=request.num_evicted if request.tables else 0,  # what was preempted begins anew
             num_shared=sum(pool.is_shared(block) for block in request.blocks),
-            blocks=tuple(block_runs(table.blocks) for table in request.tables),
+            blocks=tuple(block_runs(table.blocks) for table in request.tables) or ((),) * len(cache.groups),
         )
         for status, requests in statuses
         for request in requests

@@ -31,7 +31,7 @@ def url() -> Iterator[str]:
     async def run() -> None:
         over = asyncio.Event()
         loop = asyncio.get_running_loop()
-        async with serve_fake(FakeEngine(max_model_len=4096)) as served:
+        async with serve_fake(FakeEngine(max_model_len=4096), debug_endpoints=True) as served:
             started.put((served.url, lambda: loop.call_soon_threadsafe(over.set)))
             await over.wait()
 

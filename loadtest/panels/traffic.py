@@ -79,10 +79,34 @@ class Scale:
 
 
 QUICK = Scale(
-    4, 4, 16, 8, 24, 16, 20, 100, talks=4, seconds=1.5, steady_seconds=0.0, objectives=Objectives(300.0, 60.0)
+    slots=4,
+    queue=4,
+    blocks=16,
+    block_tokens=8,
+    host_blocks=24,
+    budget=16,
+    long_tokens=20,
+    endless_tokens=100,
+    talks=4,
+    seconds=1.5,
+    steady_seconds=0.0,
+    objectives=Objectives(300.0, 60.0),
 )
 """Objectives so far away that only what ran out of time misses them: the clients know exactly how many that are."""
-LONG = Scale(8, 8, 32, 16, 48, 40, 56, 400, talks=4, seconds=25.0, steady_seconds=40.0, objectives=Objectives(5.0, 0.5))
+LONG = Scale(
+    slots=8,
+    queue=8,
+    blocks=32,
+    block_tokens=16,
+    host_blocks=48,
+    budget=40,
+    long_tokens=56,
+    endless_tokens=400,
+    talks=4,
+    seconds=25.0,
+    steady_seconds=40.0,
+    objectives=Objectives(5.0, 0.5),
+)
 
 PREFIX = "You are a careful clerk of a small harbour town. Answer in one short sentence, name the ship, and be kind. "
 GONE_AFTER = 3  # chunks that a client reads before it goes away
@@ -93,8 +117,8 @@ class Outcome:
     """One request as its client saw it.
 
     end: "stop", "length", "abort" or "refused"; cause: of an abort or a refusal, in the metrics' words.
-    policy: by which it kept its budget, None for one without. returned: whether all that was cached of its prompt had
-        left the device before.
+    policy: by which it kept the scale's budget, None for one without.
+    returned: whether all that was cached of its prompt had left the device before.
     """
 
     endpoint: str
@@ -132,6 +156,7 @@ class Traffic:
         await self._calm(self._scale.talks + 2 * self._number)
         for _ in range(1 + self._number):
             await self._budgets()
+        await self._crowd()
         await self._steady(self._scale.steady_seconds)
         await self._refusals(2 + self._number)
         await asyncio.gather(*(self._leave() for _ in range(2 + self._number)), self._cut_short())
@@ -161,6 +186,13 @@ class Traffic:
             self._ask(self._prompt(), self._scale.endless_tokens, ignore_eos=True, kv_budget=budget),
             self._ask(self._prompt(long_prompt), 8, ignore_eos=True, kv_budget=budget, kv_policy="window"),
         )
+
+    async def _crowd(self) -> None:
+        """Two requests that need more blocks together than there are. Their budget is never reached, but keeps them out
+        of the prefix cache: the one that gives way finds nothing there and is computed once more."""
+        size = self._scale.blocks * self._scale.block_tokens
+        crowd = (self._ask(self._prompt(), size * 5 // 8, ignore_eos=True, kv_budget=size) for _ in range(2))
+        await asyncio.gather(*crowd)
 
     async def _come_back(self) -> None:
         """A prompt whose beginning was cached, until one that takes every block of the device had it moved to host
@@ -235,7 +267,7 @@ class Traffic:
         if record.status == 429:
             self.outcomes.append(Outcome(endpoint, stream, record, "refused", "queue_full"))
         elif record.failure is None and record.finish_reason in ("stop", "length"):
-            policy = fields.get("kv_policy", "h2o") if "kv_budget" in fields else None
+            policy = fields.get("kv_policy", "h2o") if fields.get("kv_budget") == self._scale.budget else None
             self.outcomes.append(Outcome(endpoint, stream, record, record.finish_reason, policy=policy))
         else:
             raise BenchError(f"{path}: {record.failure or record.finish_reason}")

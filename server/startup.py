@@ -74,6 +74,12 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
                 "chunk of the text, which is counted in places of the cache, and evicting tokens moves these; "
                 "leave out --kv-policy and --kv-budget"
             )
+        windowed = any(group.visibility.reach is not None for group in runner.layout.groups)
+        if settings.admission == "reserve" and settings.kv_host_memory and windowed:
+            raise ModelLoadError(
+                "--kv-host-memory keeps blocks of the prefix cache, which --admission reserve does without on a model "
+                "in which layers see only a window or chunk of the text: leave one of the two out"
+            )
         step_bytes = device.submit(
             runner.measure_worst_step,
             limits.max_num_batched_tokens,
@@ -117,8 +123,9 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
     card = _model_card(settings, loaded, scheduler.cache.longest(budget))
     if card.max_model_len < loaded.max_model_len:
         runner.limit_length(card.max_model_len)
-    _announce(settings, loaded, runner, card, division)
-    _tell_metrics(settings, metrics, loaded, runner, card, division)
+    shares = scheduler.cache.prefix is not None
+    _announce(settings, loaded, runner, card, division, shares)
+    _tell_metrics(settings, metrics, loaded, runner, card, division, shares)
     return Started(card, loaded.device.type, loaded.tokenizer, runner, scheduler)
 
 
@@ -150,7 +157,12 @@ def _vocab_size(loaded: LoadedModel) -> int:
 
 
 def _announce(
-    settings: ServeSettings, loaded: LoadedModel, runner: ModelRunner, card: ModelCard, division: MemoryDivision
+    settings: ServeSettings,
+    loaded: LoadedModel,
+    runner: ModelRunner,
+    card: ModelCard,
+    division: MemoryDivision,
+    shares: bool,
 ) -> None:
     names = ", ".join(card.served_names)
     for line in startup_report(
@@ -162,6 +174,8 @@ def _announce(
         loaded.max_model_len,
         division,
         runner.host.num_blocks,
+        limit=card.max_model_len,
+        budget=settings.kv_budget,
     ):
         logger.info("%s", line)
     logger.info(
@@ -175,7 +189,7 @@ def _announce(
         limits.max_num_seqs,
         f"{limits.max_num_batched_tokens:,}",
         settings.admission,
-        "on" if settings.enable_prefix_caching else "off",
+        "on" if shares else "off",
     )
 
 
@@ -186,6 +200,7 @@ def _tell_metrics(
     runner: ModelRunner,
     card: ModelCard,
     division: MemoryDivision,
+    shares: bool,
 ) -> None:
     layout = runner.layout
     left_bytes = division.left_bytes - (runner.host.nbytes if loaded.device.type == "cpu" else 0)
@@ -201,7 +216,7 @@ def _tell_metrics(
         block_size=settings.block_size,
         num_blocks=division.num_blocks - 1,
         kv_cache_dtype=layout.dtype.name,
-        prefix_caching=settings.enable_prefix_caching,
+        prefix_caching=shares,
         max_num_seqs=settings.step_limits(loaded.device.type).max_num_seqs,
         max_queued_requests=settings.max_queued_requests,
         block_bytes=layout.bytes_per_block,

@@ -132,13 +132,29 @@ def test_host_memory_that_cannot_be_had_is_refused(
         start(checkpoint, device, kv_blocks=8, kv_host_memory=asked)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "window"])
-def test_budgets_are_refused_where_layers_have_windows(tmp_path: Path, device: ThreadPoolExecutor, policy: str) -> None:
+@pytest.fixture
+def windowed(tmp_path: Path) -> Path:
+    """A checkpoint whose layers see 64 tokens."""
     config = save_tiny_checkpoint(tmp_path) / "config.json"
-    windowed = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
-    config.write_text(json.dumps(json.loads(config.read_text()) | windowed))
+    changes = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 64}
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    return tmp_path
+
+
+@pytest.mark.parametrize("policy", ["h2o", "window"])
+def test_budgets_are_refused_where_layers_have_windows(windowed: Path, device: ThreadPoolExecutor, policy: str) -> None:
     with pytest.raises(ModelLoadError, match=f"--kv-policy {policy} does not go with this model"):
-        start(tmp_path, device, kv_blocks=8, kv_policy=policy)
+        start(windowed, device, kv_blocks=8, kv_policy=policy)
+
+
+def test_nobody_is_told_of_a_prefix_cache_that_windows_and_reserve_rule_out(
+    windowed: Path, device: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        start(windowed, device, kv_blocks=64, admission="reserve")
+    assert "reserve admission, prefix cache off" in "\n".join(caplog.messages)
+    with pytest.raises(ModelLoadError, match=r"--kv-host-memory .* --admission reserve"):
+        start(windowed, device, kv_blocks=64, admission="reserve", kv_host_memory=2**20)
 
 
 @pytest.mark.parametrize(("policy", "scored"), [("h2o", True), ("window", False), (None, False)])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from server.config import ServeSettings
 from server.kvpool.layout import CacheLayout, LayerLayout
+from server.kvpool.sizing import most_tokens_held
 from server.model.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ def divide_memory(
         num_blocks = int(room * share) // with_step
         reason = f"{share:.0%} of what they leave"
     else:
-        most = 1 + settings.step_limits(device_type).max_num_seqs * layout.blocks_for(max_model_len)
+        limits = settings.step_limits(device_type)
+        # With the blocks of a step's own tokens, or a prompt longer than a window would not fit a pool for windows.
+        most = 1 + limits.max_num_seqs * layout.blocks_for(max_model_len, limits.max_num_batched_tokens)
         num_blocks = min(int(room * CPU_SHARE) // with_step, most)
         reason = "all that the sequences can use" if num_blocks == most else f"{CPU_SHARE:.0%} of what they leave"
     if num_blocks * with_step > room:
@@ -140,18 +143,25 @@ def startup_report(
     max_model_len: int,
     division: MemoryDivision,
     num_host_blocks: int = 0,
+    *,
+    limit: int,
+    budget: int | None = None,
 ) -> list[str]:
     """What a person wants to know when a server starts, a line each.
 
     windows: for each layer, how many tokens back it looks, None for all.
     num_host_blocks: blocks of the second tier, in main memory.
+    limit: tokens of the longest request that the pool can serve; may be beyond max_model_len.
+    budget: most tokens that the cache keeps of each, None for all.
     """
-    tokens = (division.num_blocks - 1) * layout.block_size
-    sequences = (division.num_blocks - 1) // layout.blocks_for(max_model_len)
+    groups = len(layout.groups)  # a token takes a place in a block of each
+    tokens = (division.num_blocks - 1) // groups * layout.block_size
+    held = most_tokens_held(max_model_len, budget, layout.block_size)
+    sequences = (division.num_blocks - 1) // layout.blocks_for(held)
     fits = (
         f"{sequences:,} sequence{'s' if sequences > 1 else ''} of {max_model_len:,} tokens"
-        if sequences
-        else f"not one sequence of {max_model_len:,} tokens (the limit of a request is {tokens:,})"
+        if limit >= max_model_len
+        else f"not one sequence of {max_model_len:,} tokens (the limit of a request is {limit:,})"
     )
     lines = [
         f"model   {name}, {dtype} on {device}",
@@ -163,7 +173,7 @@ def startup_report(
     if num_host_blocks:
         lines.append(
             f"host    {readable(num_host_blocks * layout.bytes_per_block)} of main memory: {num_host_blocks:,} more "
-            f"blocks, {num_host_blocks * layout.block_size:,} tokens, for what the cache gives up"
+            f"blocks, {num_host_blocks // groups * layout.block_size:,} tokens, for what the cache gives up"
         )
     return lines
 

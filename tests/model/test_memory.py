@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.config import ServeSettings
-from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheLayout, LayerLayout
+from server.kvpool.layout import CACHE_DTYPES, EVERYTHING, AttentionKind, CacheLayout, LayerLayout, Visibility
 from server.model.errors import ModelLoadError
 from server.model.memory import (
     CPU_SHARE,
@@ -17,6 +17,7 @@ from server.model.memory import (
     readable,
     startup_report,
 )
+from server.scheduler.scheduler import Scheduler, SchedulerConfig
 
 GQA = LayerLayout(AttentionKind.GQA, kv_heads=2, key_dim=8, value_dim=8)
 LAYOUT = CacheLayout((GQA,) * 4, dtype=CACHE_DTYPES["float32"], block_size=16)
@@ -142,20 +143,41 @@ def test_what_a_person_is_told_at_start() -> None:
     latent = LayerLayout(AttentionKind.MLA, kv_heads=1, key_dim=576, value_dim=0)
     layout = CacheLayout((GQA, window, GQA, latent), dtype=CACHE_DTYPES["bfloat16"], block_size=16)
     division = MemoryDivision(101, layout.bytes_per_block, GIB, 2 * GIB, GIB // 2, "--kv-blocks")
-    report = startup_report("tiny", "bfloat16", "cuda:0", layout, [None, 1024, None, None], 320, division)
+    report = startup_report("tiny", "bfloat16", "cuda:0", layout, [None, 1024, None, None], 320, division, limit=320)
     assert report == [
         "model   tiny, bfloat16 on cuda:0",
         "layers  2 x GQA (2 KV heads of 8), 1 x MQA (1 KV head of 8, window 1,024), 1 x MLA (1 KV head of 576)",
         "cache   bfloat16, 1,312 bytes a token, 100 blocks of 16 tokens: 1,600 tokens, 5 sequences of 320 tokens",
         "memory  weights 1.0 GiB, largest step 512.0 MiB, cache 2.0 MiB (--kv-blocks), 1.5 GiB left",
     ]
-    with_host = startup_report("tiny", "bfloat16", "cuda:0", layout, [None, 1024, None, None], 320, division, 2000)
+    with_host = startup_report(
+        "tiny", "bfloat16", "cuda:0", layout, [None, 1024, None, None], 320, division, 2000, limit=999
+    )
     assert with_host == [
         *report,
         "host    40.0 MiB of main memory: 2,000 more blocks, 32,000 tokens, for what the cache gives up",
     ]
-    short = startup_report("tiny", "bfloat16", "cuda:0", layout, [None] * 4, 2000, division)
-    assert "not one sequence of 2,000 tokens (the limit of a request is 1,600)" in short[2]
+    short = startup_report("tiny", "bfloat16", "cuda:0", layout, [None] * 4, 2000, division, limit=1584)
+    assert "not one sequence of 2,000 tokens (the limit of a request is 1,584)" in short[2]
+    few = startup_report("tiny", "bfloat16", "cuda:0", layout, [None] * 4, 2000, division, limit=2000, budget=64)
+    assert "12 sequences of 2,000 tokens" in few[2]  # of 128 tokens each
+
+
+def test_a_token_takes_a_place_in_a_block_of_each_group() -> None:
+    layout = CacheLayout((GQA,) * 4, CACHE_DTYPES["float32"], 16, (EVERYTHING, Visibility(window=64)) * 2)
+    division = MemoryDivision(101, layout.bytes_per_block, GIB, 2 * GIB, GIB // 2, "--kv-blocks")
+    report = startup_report("tiny", "float32", "cpu", layout, [None, 64] * 2, 320, division, 40, limit=320)
+    assert "100 blocks of 16 tokens: 800 tokens, 4 sequences of 320 tokens" in report[2]
+    assert "40 more blocks, 320 tokens" in report[4]
+
+
+def test_cpu_leaves_room_for_a_step_beside_a_window() -> None:
+    layout = CacheLayout((GQA,), CACHE_DTYPES["float32"], 16, (Visibility(window=32),))
+    settings = ServeSettings(max_num_seqs=1, max_num_batched_tokens=128)
+    sizes = {"weight_bytes": GIB, "available_bytes": GIB, "step_bytes": 0, "unpacked_bytes": 0}
+    division = divide_memory(settings, layout, device_type="cpu", **sizes, max_model_len=10**6)
+    limits = SchedulerConfig(16, division.num_blocks - 1, 1, 128, groups=layout.visibilities)
+    assert Scheduler(limits).capacity_tokens >= 10**6
 
 
 @pytest.mark.parametrize(

@@ -152,12 +152,13 @@ def group_layers(layers: Sequence[LayerLayout], visibilities: Sequence[Visibilit
 def held_blocks(visibility: Visibility, num_tokens: int, block_size: int, step_tokens: int = 1) -> int:
     """Most blocks that a sequence of `num_tokens` tokens holds at a time in a group, computed `step_tokens` at a time.
 
-    The keys of a step lie anywhere in their blocks, hence one block more than they fill.
+    A step needs `reach - 1` keys before its own and may begin anywhere in a block: at worst only the first of them lies
+    in the first block.
     """
     blocks = -(-num_tokens // block_size)
     if visibility.reach is None:
         return blocks
-    return min(blocks, -(-(visibility.reach - 1 + step_tokens) // block_size) + 1)
+    return min(blocks, -(-(visibility.reach - 2 + step_tokens) // block_size) + 1)
 
 
 @dataclass(frozen=True)

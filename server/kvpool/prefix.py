@@ -100,22 +100,29 @@ class PrefixCache:
         known: an earlier answer for the same tokens, whose nodes need not be compared again.
         use_host: whether blocks that only host memory has count.
         """
-        chain: list[PrefixNode] = []
-        longest = 0
-        runs = dict.fromkeys(self._limited, 0)  # how many blocks in a row, up to this one, each such group has
+        path = self._walk(keys, tokens, salt, known)
 
-        def has(node: PrefixNode, group: int) -> bool:
+        def has(index: int, group: int) -> bool:
+            node = path[index]
             return bool(node.blocks[group]) or (use_host and node.host[group] != NOT_ON_HOST)
 
-        for node in self._walk(keys, tokens, salt, known):
-            if not all(has(node, group) for group in self._unlimited):
-                break
-            chain.append(node)
+        length = len(path)
+        for group in self._unlimited:
+            length = next((index for index in range(length) if not has(index, group)), length)
+        # From here to `length` a group has all blocks. No block is looked at twice, since every chain as long as to
+        # need one that is missing needs it: asked of long prompts again and again while they wait.
+        lowest = dict.fromkeys(self._limited, length)
+        settled = False
+        while not settled:
+            settled = True
             for group in self._limited:
-                runs[group] = runs[group] + 1 if has(node, group) else 0
-            if all(runs[group] >= len(chain) - self.first_needed(group, len(chain)) for group in self._limited):
-                longest = len(chain)
-        return chain[:longest]
+                lower, needed = min(lowest[group], length), self.first_needed(group, length)
+                while lower > needed and has(lower - 1, group):
+                    lower -= 1
+                lowest[group] = lower
+                if lower > needed:
+                    length, settled = lower - 1, False
+        return path[:length]
 
     def first_needed(self, group: int, length: int) -> int:
         """The first of `length` blocks that the token behind them sees in this group."""
@@ -157,6 +164,7 @@ class PrefixCache:
             groups = len(self._groups)
             node = self._insert(PrefixNode(key, parent, salt, content, [0] * groups, [NOT_ON_HOST] * groups))
         elif not _is(node, parent, salt, content):
+            self._prune(parent)
             return None
         for group, block in enumerate(blocks):
             if block and not node.blocks[group]:
@@ -224,6 +232,7 @@ class PrefixCache:
                 detached.parent = last
                 found = self._insert(detached)
             elif not _is(found, last, detached.salt, detached.tokens):
+                self._prune(last)
                 return None
             last = found
         return last
@@ -235,7 +244,9 @@ class PrefixCache:
         """The pool wants the block for something else: keep its content on the host where there is room."""
         node, group = self._holder.pop(block)
         node.blocks[group] = 0
-        if self.host is not None and node.host[group] == NOT_ON_HOST:
+        if self.host is not None and node.host[group] != NOT_ON_HOST:
+            self.host.touch(node.host[group])
+        elif self.host is not None:
             node.children += 1  # what the host forgets for it must not take the node along
             target = self.host.save((node, group))
             node.children -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from server.kvpool.layout import EVERYTHING, CacheLayout
@@ -29,13 +29,22 @@ def sequences_that_fit(layout: CacheLayout, nbytes: int, length: int, budget: in
 
 def longest_sequence(layout: CacheLayout, nbytes: int, budget: int | None = None) -> int | None:
     """Length of the longest sequence that a pool of `nbytes` holds, alone; None where any length fits."""
-    blocks = usable_blocks(layout, nbytes)
-    if budget is not None and layout.blocks_for(budget + budget_slack(budget, layout.block_size)) <= blocks:
+
+    def held(length: int) -> int:
+        return layout.blocks_for(most_tokens_held(length, budget, layout.block_size))
+
+    return longest_within(usable_blocks(layout, nbytes), layout.block_size, held)
+
+
+def longest_within(num_blocks: int, block_size: int, blocks_for: Callable[[int], int]) -> int | None:
+    """Length of the longest sequence that `num_blocks` blocks hold; None where any length fits.
+
+    blocks_for: most blocks that a sequence of so many tokens holds at a time. It never falls.
+    """
+    too_long = num_blocks * block_size + 1
+    if blocks_for(too_long) <= num_blocks:  # it gives blocks up, and holds no more however long it is
         return None
-    too_long = blocks * layout.block_size + 1
-    if layout.blocks_for(too_long) <= blocks:  # no group holds more, however long the sequence
-        return None
-    return bisect_right(range(too_long), blocks, key=layout.blocks_for) - 1
+    return bisect_right(range(too_long), num_blocks, key=blocks_for) - 1
 
 
 def sequence_bytes(layout: CacheLayout, length: int) -> int:

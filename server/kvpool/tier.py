@@ -38,9 +38,9 @@ class HostTier(Generic[T]):
     def save(self, held: T) -> int | None:
         """A block to copy `held` to, pinned; None where all blocks are."""
         if not self._free:
-            oldest = next((block for block in self._held if block not in self._pinned), None)
-            if oldest is None:
-                return None
+            if len(self._pinned) == len(self._held):
+                return None  # found without looking at each of them, for each of many
+            oldest = next(block for block in self._held if block not in self._pinned)
             self._on_evict(self._held.pop(oldest))
             self.num_evicted += 1
             self._free.append(oldest)
@@ -50,9 +50,13 @@ class HostTier(Generic[T]):
         self.num_saved += 1
         return block
 
-    def load(self, block: int) -> None:
-        """The block is copied back in this step; it is the most recently used now."""
+    def touch(self, block: int) -> None:
+        """What the block holds was in use until now: it is the most recently used."""
         self._held.move_to_end(block)
+
+    def load(self, block: int) -> None:
+        """The block is copied back in this step."""
+        self.touch(block)
         self._pinned.add(block)
         self.num_loaded += 1
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from server.kvpool.blocks import BlockPool
 from server.kvpool.layout import ENDLESS, Visibility, held_blocks
 from server.kvpool.prefix import PrefixCache, PrefixNode
+from server.kvpool.sizing import longest_within
 from server.kvpool.table import BlockTable
 from server.reports import HostReport
 from server.scheduler.budget import Budget
@@ -51,19 +52,20 @@ class Cache:
         reserve: bool,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        self.prefix = PrefixCache(self.pool, block_size, groups, num_host_blocks) if prefix_caching else None
-        self.block_size = block_size
-        self.groups = groups
-        self.reserve = reserve
         # A block that one of two holders gives back, since it is out of its sight, leaves nobody a block more; whoever
         # counts on every block of a life therefore shares none of those.
-        self._shares = not (reserve and any(group.reach is not None for group in groups))
+        shares = prefix_caching and not (reserve and any(group.reach is not None for group in groups))
+        self.prefix = PrefixCache(self.pool, block_size, groups, num_host_blocks) if shares else None
+        self.block_size = block_size
+        self.groups = groups
+        self._limited = [index for index, group in enumerate(groups) if group.reach is not None]
+        self.reserve = reserve
         self.evicted_by: Counter[str] = Counter()
         self.kept_tokens: Counter[str] = Counter()
         self.dropped_tokens: Counter[str] = Counter()
         self.queried_tokens = 0
         self.hit_tokens = 0
-        self._step_tokens = step_tokens
+        self._most_held = [held_blocks(group, ENDLESS, block_size, step_tokens) for group in groups]
         self._loads: list[tuple[int, int]] = []
         self._compactions: dict[Request, Compaction] = {}
         self._copy_seconds: float | None = None  # of a block, as measured
@@ -71,23 +73,21 @@ class Cache:
 
     def most_blocks(self, request: Request) -> int:
         """Most blocks that the request holds at a time in its life."""
-        return self._held(request.max_cached_tokens, request)
+        return self._held(request.max_cached_tokens, request.budget)
 
     def longest(self, budget: Budget | None = None) -> int:
         """Tokens of the longest sequence with this budget that the whole pool can hold."""
-        if budget is not None and self.blocks_for(budget.most) <= self.pool.capacity:
-            return ENDLESS
-        if self.blocks_for(ENDLESS) <= self.pool.capacity:
-            return ENDLESS  # every layer forgets
-        low, high = 0, self.pool.capacity * self.block_size + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.blocks_for(middle) <= self.pool.capacity else (low, middle)
-        return low
+
+        def held(num_tokens: int) -> int:
+            return self._held(num_tokens, budget)
+
+        longest = longest_within(self.pool.capacity, self.block_size, held)
+        return ENDLESS if longest is None else longest
 
     def blocks_for(self, num_tokens: int) -> int:
         """Most blocks that a sequence of so many tokens, without a budget, holds at a time."""
-        return sum(held_blocks(group, num_tokens, self.block_size, self._step_tokens) for group in self.groups)
+        blocks = -(-num_tokens // self.block_size)
+        return sum([min(blocks, most) for most in self._most_held])
 
     def outstanding_blocks(self, request: Request) -> int:
         """Blocks that a running request may still ask for."""
@@ -112,7 +112,7 @@ class Cache:
                 else:
                     missing.append((node, index))
         tokens = min(request.num_tokens + 1, request.max_cached_tokens)
-        ends = [self._first_end(group, tokens, start, request) for group in self.groups]
+        ends = [self._first_end(index, tokens, start, request) for index in range(len(self.groups))]
         fresh = sum(max(0, end - len(chain)) for end in ends)
         available = self.pool.num_available - sum(self.pool.is_cached(block) for block in hits)
         wanted = self.most_blocks(request) - len(hits) if self.reserve else fresh + len(missing)
@@ -121,7 +121,7 @@ class Cache:
         self.pool.acquire(hits)  # before allocating, which might otherwise evict them
         request.tables = tables
         request.num_computed = start
-        request.num_evicted = request.num_observed = 0
+        request.num_evicted = 0
         request.num_published = len(chain)
         request.node = chain[-1] if chain else None
         self._fill(tables, chain, missing)
@@ -143,14 +143,21 @@ class Cache:
         if request.budget is not None and request.num_held == request.budget.most:
             self._compact(request)
         length = request.num_held
-        end = -(-(length + count) // self.block_size)
-        missing = 0
-        for group, table in zip(self.groups, request.tables, strict=True):
-            if group.reach is not None:
-                dropped = table.drop_before(group.first(length) // self.block_size)
+        for index in self._limited:
+            table = request.tables[index]
+            first = self.groups[index].first(length) // self.block_size
+            if first > table.first:
+                dropped = table.drop_before(first)
                 self.pool.release(dropped)
                 self.evicted_by["sliding_window"] += len(dropped)
-            missing += max(0, end - table.end)
+        # Asked of every running request at every step, which seldom needs a block.
+        end = -(-(length + count) // self.block_size)
+        missing = 0
+        for table in request.tables:
+            if end > table.end:
+                missing += end - table.end
+        if not missing:
+            return True
         if missing > self.pool.num_available:
             return False
         for table in request.tables:
@@ -190,7 +197,7 @@ class Cache:
         self._compactions.pop(request, None)
         self.pool.release(request.blocks)
         request.tables = []
-        request.num_computed = 0
+        request.num_computed = request.num_observed = 0  # num_evicted stays: usage tells it of whoever is over
         request.num_published = 0
         request.node = None
 
@@ -198,6 +205,11 @@ class Cache:
         """What is to be done before the step that is being planned; it is over when `settle` is called."""
         saves = [] if self.prefix is None else self.prefix.saves
         chores = Chores(saves, self._loads, list(self._compactions.values()))
+        for compaction in chores.compactions:  # not before: who is preempted or aborted until now gives nothing up
+            kept_blocks = -(-compaction.keep // self.block_size)
+            self.evicted_by[compaction.policy] += len(compaction.block_table) - kept_blocks
+            self.kept_tokens[compaction.policy] += compaction.keep
+            self.dropped_tokens[compaction.policy] += compaction.length - compaction.keep
         if self.prefix is not None:
             self.prefix.saves = []
         self._loads, self._compactions = [], {}
@@ -218,7 +230,10 @@ class Cache:
     def count_unused(self, request: Request) -> int:
         """Slots in the request's blocks that hold no token of it."""
         size, length = self.block_size, request.num_held
-        return sum(table.end * size - max(length, table.first * size) for table in request.tables)
+        unused = 0
+        for table in request.tables:  # in plain steps: asked of all requests at every step
+            unused += table.end * size - max(length, table.first * size)
+        return unused
 
     def host_report(self) -> HostReport | None:
         host = None if self.prefix is None else self.prefix.host
@@ -241,7 +256,7 @@ class Cache:
                 assert table.first <= seen, "a block that is still seen was given back"
 
     def _match(self, request: Request) -> list[PrefixNode]:
-        if self.prefix is None or not request.uses_cache or not self._shares:
+        if self.prefix is None or not request.uses_cache:
             return []
         tokens = request.token_ids[: request.num_tokens]
         self.prefix.extend_keys(request.keys, tokens, request.salt)
@@ -250,13 +265,17 @@ class Cache:
         if self.prefix.host is None:
             return chain
         here = self.prefix.match(request.keys, tokens, request.salt, chain, use_host=False)
-        return chain if self._pays(chain, len(chain) - len(here)) else here
+        return chain if self._pays(self.prefix, chain, len(chain) - len(here)) else here
 
-    def _pays(self, chain: list[PrefixNode], num_more: int) -> bool:
+    def _pays(self, prefix: PrefixCache, chain: list[PrefixNode], num_more: int) -> bool:
         """Whether copying what only host memory has of `chain` is faster than computing its last `num_more` blocks."""
         if self._copy_seconds is None or self._compute_seconds is None:
             return True
-        copies = sum(not block for node in chain for block in node.blocks)
+        copies = sum(
+            not node.blocks[group]
+            for group in range(len(self.groups))
+            for node in chain[prefix.first_needed(group, len(chain)) :]
+        )
         return copies * self._copy_seconds < num_more * self.block_size * self._compute_seconds
 
     def _fill(self, tables: list[BlockTable], chain: list[PrefixNode], missing: list[tuple[PrefixNode, int]]) -> None:
@@ -275,28 +294,21 @@ class Cache:
         self._compactions[request] = Compaction(
             table.ids[: table.end].copy(), budget.most, keep, budget.sinks, budget.recent, budget.policy
         )
-        dropped = table.drop_from(-(-keep // self.block_size))
-        self.pool.release(dropped)
+        self.pool.release(table.drop_from(-(-keep // self.block_size)))
         request.num_evicted += budget.slack
-        self.evicted_by[budget.policy] += len(dropped)
-        self.kept_tokens[budget.policy] += keep
-        self.dropped_tokens[budget.policy] += budget.slack
 
-    def _held(self, num_tokens: int, request: Request) -> int:
-        if request.budget is not None:
-            num_tokens = min(num_tokens, request.budget.most)
-        return self.blocks_for(num_tokens)
+    def _held(self, num_tokens: int, budget: Budget | None) -> int:
+        return self.blocks_for(num_tokens if budget is None else min(num_tokens, budget.most))
 
-    def _first_end(self, group: Visibility, tokens: int, start: int, request: Request) -> int:
-        """How far a table reaches at admission: to the last of its `tokens`, or as far as it ever does at a time.
+    def _first_end(self, index: int, tokens: int, start: int, request: Request) -> int:
+        """How far a group's table reaches at admission: to the last of `tokens`, or as far as it ever does at a time.
 
         start: tokens that need not be computed.
         """
         if request.budget is not None:
             tokens = min(tokens, request.budget.most)
         blocks = -(-tokens // self.block_size)
-        first = group.first(start) // self.block_size
-        return min(blocks, first + held_blocks(group, tokens, self.block_size, self._step_tokens))
+        return min(blocks, self.groups[index].first(start) // self.block_size + self._most_held[index])
 
 
 def _mean(before: float | None, value: float) -> float:

@@ -20,15 +20,15 @@ def build_plan(
     chores: what is to be done before it.
     """
     counts = np.array([count for _, count in scheduled], dtype=np.int64)
-    starts = np.array([request.num_held for request, _ in scheduled], dtype=np.int64)
+    evicted = np.array([request.num_evicted for request, _ in scheduled], dtype=np.int64)
+    starts = np.array([request.num_computed for request, _ in scheduled], dtype=np.int64) - evicted
     query_starts = np.zeros(len(scheduled) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_starts[1:])
     sequence_of_token = np.repeat(np.arange(len(scheduled)), counts)
     index = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts, counts)  # in the cache
-    evicted = np.array([request.num_evicted for request, _ in scheduled], dtype=np.int64)
 
     num_groups = len(scheduled[0][0].tables)
-    width = max(table.end for request, _ in scheduled for table in request.tables)
+    width = max([table.end for request, _ in scheduled for table in request.tables])
     block_tables = np.zeros((num_groups, len(scheduled), width), dtype=np.int32)
     for row, (request, _) in enumerate(scheduled):
         for group, table in enumerate(request.tables):

@@ -286,9 +286,9 @@ class Scheduler:
         self.cache.settle()
         failed = [in_flight[index][0] for index in sequences if in_flight[index][0].status is Status.RUNNING]
         for request, count in in_flight:
+            request.num_observed = max(request.num_observed, request.num_computed + count)
             if request.status is Status.FINISHED:
                 self.cache.release(request)
-            request.num_observed = request.num_computed + count
         for request in failed:
             self.abort(request)
         return failed

@@ -1,35 +1,26 @@
 """A runner without a model that believes nothing a plan says.
 
-It keeps a shadow of the pool: for each slot the token and position written there and a 64-bit hash of the whole token
-history up to it, which stands for the K and V a model would have stored. Before a step it checks that every slot the
-step attends to holds exactly the history it should, so a block that was shared, evicted, preempted or published wrongly
-is noticed when it is read. The token it draws is a pure function of the token history, the seed and the output index;
-what a request generates alone is therefore what it must generate in any company.
+It keeps a shadow of the pool and of host memory: for each slot the group of layers, token and position written there
+and a 64-bit hash that stands for the K and V a model would have stored (see `alone`). Before a step it checks that
+every slot the step attends to holds exactly what it should, so a block that was shared, evicted, preempted, copied or
+published wrongly is noticed when it is read, and that no table names blocks out of sight. What a request generates
+alone is what it must generate in any company.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from server.kvpool.blocks import TRASH_BLOCK
-from server.step import SamplingParams, StepPlan, StepResult, TokenLogprobs
+from server.kvpool.layout import EVERYTHING
+from server.scheduler.scheduler import SchedulerConfig
+from server.step import Compaction, StepPlan, StepResult, TokenLogprobs
+from tests.kvpool.kept import kept_tokens
+from tests.scheduler.alone import EMPTY, VOCAB_SIZE, draw, extend_history, score
 
-VOCAB_SIZE = 61
-
-_MASK = (1 << 64) - 1
-_EMPTY = 0x243F6A8885A308D3  # the hash of no tokens
-
-
-def extend_history(history: int, token: int) -> int:
-    """The hash of a token history continued by `token` (the finaliser of splitmix64)."""
-    x = (history ^ ((token + 1) * 0x9E3779B97F4A7C15)) & _MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
-    return x ^ (x >> 31)
+_ATTENTION = np.uint64(0xD6E8FEB86659FD93)
+_ODD = np.arange(1, 2**16, 2, dtype=np.uint64)
 
 
 def _extend_histories(histories: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
@@ -39,85 +30,84 @@ def _extend_histories(histories: npt.NDArray[np.uint64], tokens: npt.NDArray[np.
     return x ^ (x >> np.uint64(31))
 
 
-def draw(history: int, params: SamplingParams, out_index: int) -> int:
-    return extend_history(extend_history(history, params.seed), out_index) % VOCAB_SIZE
+def _blend(views: list[npt.NDArray[np.uint64]]) -> int:
+    total = 0
+    for view in views:
+        total = extend_history(total, len(view))
+        total = (total + int((view * _ODD[: len(view)]).sum(dtype=np.uint64))) & (2**64 - 1)
+    return total
 
 
-def score(history: int, target: int) -> float:
-    """The log-probability of `target` after `history`: arbitrary, but telling for both."""
-    return -(extend_history(history, target) % 100_003) / 5000
+class Shadow:
+    """What each slot of a memory of blocks holds: one number for each, [blocks, block_size]; -1 for nothing."""
 
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        shape = (num_blocks, block_size)
+        self.groups = np.full(shape, -1, dtype=np.int64)
+        self.tokens = np.full(shape, -1, dtype=np.int64)
+        self.positions = np.full(shape, -1, dtype=np.int64)
+        self.histories = np.zeros(shape, dtype=np.uint64)
 
-def outputs_alone(prompt: Sequence[int], params: SamplingParams, max_tokens: int) -> tuple[list[int], str]:
-    """The tokens and the finish reason of a request, without a scheduler, a pool or a batch."""
-    history = _EMPTY
-    for token in prompt:
-        history = extend_history(history, token)
-    outputs: list[int] = []
-    while len(outputs) < max_tokens:
-        outputs.append(draw(history, params, len(outputs)))
-        if outputs[-1] in params.stop_token_ids:
-            return outputs, "stop"
-        history = extend_history(history, outputs[-1])
-    return outputs, "length"
+    def copy_from(self, other: Shadow, source: int, target: int) -> None:
+        """Copy a full block of consecutive tokens of one group."""
+        group, position, size = other.groups[source, 0], other.positions[source, 0], self.positions.shape[1]
+        assert group >= 0, "an empty block is copied"
+        assert position % size == 0, "what is copied is no block of a text"
+        assert (other.groups[source] == group).all(), "a block of several groups is copied"
+        assert (other.positions[source] == position + np.arange(size)).all(), "a block that is not full is copied"
+        for name in ("groups", "tokens", "positions", "histories"):
+            getattr(self, name)[target] = getattr(other, name)[source]
 
-
-def scores_alone(prompt: Sequence[int]) -> list[TokenLogprobs]:
-    """The log-probability of every prompt token but the first, given those before it."""
-    history = _EMPTY
-    scores: list[TokenLogprobs] = []
-    for token, following in pairwise(prompt):
-        history = extend_history(history, token)
-        scores.append(TokenLogprobs(following, score(history, following)))
-    return scores
+    def forget(self, block: int) -> None:
+        self.groups[block] = self.positions[block] = self.tokens[block] = -1
 
 
 class FakeRunner:
-    """Runs plans over a shadow pool of `num_blocks` blocks and the trash block; a wrong plan is an AssertionError."""
+    """Runs plans over a shadow pool of the configured size and the trash block; a wrong plan is an AssertionError.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.num_blocks = num_blocks
-        slots = (num_blocks + 1) * block_size
-        self._tokens = np.full(slots, -1, dtype=np.int64)
-        self._positions = np.full(slots, -1, dtype=np.int64)
-        self._histories = np.zeros(slots, dtype=np.uint64)
+    num_saved, num_loaded: blocks copied to and from host memory. num_compacted: sequences that gave tokens up.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.block_size = config.block_size
+        self.num_blocks = config.num_blocks
+        self.groups = config.groups
+        self.pool = Shadow(config.num_blocks + 1, config.block_size)
+        self.host = Shadow(config.num_host_blocks, config.block_size)
+        self.num_saved = self.num_loaded = self.num_compacted = 0
+        self._sees_all = EVERYTHING in config.groups
+        self._attention = np.zeros((config.num_blocks + 1) * config.block_size, dtype=np.int64)
 
     def run(self, plan: StepPlan) -> StepResult:
         self._check_shapes(plan)
+        self._move(plan)
         counts = np.diff(plan.query_starts)
         rows = np.repeat(np.arange(plan.num_sequences), counts)
         starts = plan.context_lens - counts
         assert (starts >= 0).all(), "a sequence computes more tokens than its context has"
-        expected_positions = np.arange(plan.num_tokens) - np.repeat(plan.query_starts[:-1] - starts, counts)
-        assert (plan.positions == expected_positions).all(), "the positions of a sequence are not contiguous"
+        index = np.arange(plan.num_tokens) - np.repeat(plan.query_starts[:-1] - starts, counts)
+        evicted = (plan.positions - index)[plan.query_starts[:-1]]
+        assert (plan.positions == index + evicted[rows]).all(), "the positions of a sequence are not contiguous"
+        assert (evicted >= 0).all(), "a sequence has more in its cache than it has computed"
+        assert not evicted.any() or self.groups == (EVERYTHING,), "a sequence with windows gave tokens up"
 
-        context_lens = plan.context_lens
-        context_rows = np.repeat(np.arange(plan.num_sequences), context_lens)
-        context_ends = np.cumsum(context_lens, dtype=np.int64)
-        context_positions = np.arange(len(context_rows)) - np.repeat(context_ends - context_lens, context_lens)
-        context_blocks = plan.block_tables[0][context_rows, context_positions // self.block_size].astype(np.int64)
-        context_slots = context_blocks * self.block_size + context_positions % self.block_size
-        assert (context_blocks != TRASH_BLOCK).all(), "a sequence keeps tokens in the trash block"
-        is_new = context_positions >= starts[context_rows]
-        assert (plan.slots[0] == context_slots[is_new]).all(), "a token is written where its sequence will not look"
-
-        self._check_ownership(plan, rows, context_rows, context_blocks)
-        self._check_context(context_slots[~is_new], context_positions[~is_new])
-        histories = self._write(plan, counts, starts, context_slots, context_ends)
+        views = self._look(plan, starts, evicted)
+        histories = self._write(plan, starts, evicted, views)
+        self._observe(plan, starts)
         return self._result(plan, histories)
 
     def _check_shapes(self, plan: StepPlan) -> None:
         tokens, sequences, samples = plan.num_tokens, plan.num_sequences, len(plan.sample_rows)
         assert tokens >= sequences >= 1
-        assert plan.input_ids.shape == plan.positions.shape == plan.slots[0].shape == (tokens,)
+        assert plan.input_ids.shape == plan.positions.shape == (tokens,)
+        assert plan.slots.shape == (len(self.groups), tokens)
         assert plan.query_starts.shape == (sequences + 1,)
         assert plan.query_starts[0] == 0
         assert plan.query_starts[-1] == tokens
         assert (np.diff(plan.query_starts) >= 1).all(), "a sequence without tokens is in the plan"
         assert (np.diff(plan.query_starts)[: plan.num_decodes] == 1).all(), "the first sequences are not the decodes"
         assert set(range(plan.num_decodes)) <= set(plan.sample_rows.tolist()), "a decode does not sample"
-        assert plan.block_tables.shape[1] == sequences
+        assert plan.block_tables.shape[:2] == (len(self.groups), sequences)
         assert plan.block_tables.shape[2] * self.block_size >= plan.context_lens.max(), "a block table is too short"
         assert (plan.block_tables >= 0).all()
         assert (plan.block_tables <= self.num_blocks).all()
@@ -138,53 +128,149 @@ class FakeRunner:
             assert (plan.query_starts[plan.score_rows] <= scored).all()
             assert (scored < plan.query_starts[plan.score_rows + 1]).all()
 
-    def _check_ownership(
-        self,
-        plan: StepPlan,
-        rows: npt.NDArray[np.int64],
-        context_rows: npt.NDArray[np.int64],
-        context_blocks: npt.NDArray[np.int64],
-    ) -> None:
-        """A block that is written belongs to one sequence, and nobody else reads it."""
-        writer = np.full(self.num_blocks + 1, -1, dtype=np.int64)
-        writer[plan.slots[0] // self.block_size] = rows
-        assert (writer[plan.slots[0] // self.block_size] == rows).all(), "two sequences write to the same block"
-        writers = writer[context_blocks]
-        assert ((writers == -1) | (writers == context_rows)).all(), "a block is written while another sequence reads it"
-        assert len(np.unique(plan.slots)) == plan.num_tokens, "a slot is written twice"
+    def _move(self, plan: StepPlan) -> None:
+        """What is to be done before the pass, in the order that `StepPlan` promises."""
+        saved, loaded = [host for _, host in plan.saves], [block for _, block in plan.loads]
+        assert len(set(saved)) == len(saved), "a host block is saved to twice in a step"
+        assert len(set(loaded)) == len(loaded), "two blocks are loaded to one"
+        assert not set(loaded) & set((plan.slots // self.block_size).ravel().tolist()), "a loaded block is written"
+        for block, host in plan.saves:
+            self.host.copy_from(self.pool, block, host)
+        for block, _ in plan.saves:
+            self.pool.forget(block)  # it was saved because it is wanted for something else
+        for compaction in plan.compactions:
+            self._compact(compaction)
+        for host, block in plan.loads:
+            self.pool.copy_from(self.host, host, block)
+        self.num_saved += len(plan.saves)
+        self.num_loaded += len(plan.loads)
+        self.num_compacted += len(plan.compactions)
 
-    def _check_context(self, slots: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> None:
-        """Every slot read was written before, at its position, behind exactly the history its sequence has."""
-        assert (self._positions[slots] == positions).all(), "a slot is read that holds another position, or nothing"
-        previous = np.empty(len(slots), dtype=np.uint64)
-        previous[1:] = self._histories[slots[:-1]]
-        previous[positions == 0] = _EMPTY
-        held = self._histories[slots]
-        assert (held == _extend_histories(previous, self._tokens[slots])).all(), "a slot holds another prompt's history"
+    def _compact(self, compaction: Compaction) -> None:
+        assert self.groups == (EVERYTHING,), "a sequence with windows gives tokens up"
+        size, length, keep = self.block_size, compaction.length, compaction.keep
+        assert len(compaction.block_table) == -(-length // size), "the table of a compaction is not that of its tokens"
+        assert len(set(compaction.block_table.tolist())) == len(compaction.block_table)
+        assert 0 <= compaction.sinks <= compaction.sinks + compaction.recent <= keep < length
+        index = np.arange(length)
+        slots = compaction.block_table[index // size].astype(np.int64) * size + index % size
+        assert (slots >= size).all(), "the trash block is compacted"
+        pool, positions = self.pool, self.pool.positions.ravel()
+        assert (np.diff(positions[slots], prepend=-1) > 0).all(), "what is compacted is no sequence"
+        kept = slots[kept_tokens(self._attention[slots].tolist(), compaction)]
+        for column in (pool.groups.ravel(), pool.tokens.ravel(), positions, pool.histories.ravel(), self._attention):
+            column[slots[:keep]] = column[kept]
+        positions[slots[keep:]] = -1
+
+    def _look(
+        self, plan: StepPlan, starts: npt.NDArray[np.int32], evicted: npt.NDArray[np.int64]
+    ) -> list[list[npt.NDArray[np.uint64]]]:
+        """For each sequence and group the hashes of what the first query sees before itself, after they are checked."""
+        size, pool = self.block_size, self.pool
+        groups, positions = pool.groups.ravel(), pool.positions.ravel()
+        tokens, histories = pool.tokens.ravel(), pool.histories.ravel()
+        writer = np.full(self.num_blocks + 1, -1, dtype=np.int64)
+        sequences = np.arange(plan.num_sequences)
+        rows = np.repeat(sequences, np.diff(plan.query_starts))
+        for group, slots in enumerate(plan.slots):
+            writer[slots // size] = rows * len(self.groups) + group
+        for group, slots in enumerate(plan.slots):
+            owners = rows * len(self.groups) + group
+            assert (writer[slots // size] == owners).all(), "a block is written by two sequences, or for two groups"
+        assert len(np.unique(plan.slots)) == plan.slots.size, "a slot is written twice"
+
+        views: list[list[npt.NDArray[np.uint64]]] = [[] for _ in sequences]
+        last = np.zeros(plan.num_sequences, dtype=np.uint64)
+        for group, visibility in enumerate(self.groups):
+            firsts = np.array([visibility.first(start) for start in starts.tolist()])
+            table = plan.block_tables[group]
+            hidden = np.arange(table.shape[1]) < (firsts // size)[:, None]
+            assert not table[hidden].any(), "a table names a block out of sight"
+            lengths = plan.context_lens - firsts
+            ends = np.cumsum(lengths, dtype=np.int64)
+            owner = np.repeat(sequences, lengths)
+            index = np.arange(ends[-1]) - np.repeat(ends - lengths - firsts, lengths)
+            blocks = table[owner, index // size].astype(np.int64)
+            assert (blocks != TRASH_BLOCK).all(), "a sequence keeps tokens in the trash block"
+            slots = blocks * size + index % size
+            is_new = index >= starts[owner]
+            assert (plan.slots[group] == slots[is_new]).all(), "a token is written where its sequence will not look"
+            writers = writer[blocks]
+            own = owner * len(self.groups) + group
+            assert ((writers == -1) | (writers == own)).all(), "a block is written while another sequence reads it"
+
+            owner, index, slots = owner[~is_new], index[~is_new], slots[~is_new]
+            assert (groups[slots] == group).all(), "a slot is read that holds what other layers stored, or nothing"
+            whole = evicted[owner] == 0
+            assert (positions[slots] == index)[whole].all(), "a slot is read that holds another position, or nothing"
+            assert (positions[slots] >= index).all(), "a slot is read that holds nothing"
+            assert (np.diff(positions[slots]) > 0)[np.diff(owner) == 0].all(), "what is kept is out of order"
+            held = histories[slots]
+            if self._sees_all:
+                previous = np.empty(len(slots), dtype=np.uint64)
+                previous[1:] = held[:-1]
+                previous[index == 0] = EMPTY
+                known = whole & ((index > firsts[owner]) | (index == 0))
+                agrees = held == _extend_histories(previous, tokens[slots])
+                assert agrees[known].all(), "a slot holds another prompt's history"
+                newest = slots[index == starts[owner] - 1]
+                of = owner[index == starts[owner] - 1]
+                assert ((last[of] == 0) | (last[of] == histories[newest])).all(), "two groups hold different texts"
+                last[of] = histories[newest]
+            for row, view in enumerate(np.split(held, np.searchsorted(owner, sequences[1:]))):
+                views[row].append(view)
+        return views
 
     def _write(
         self,
         plan: StepPlan,
-        counts: npt.NDArray[np.int32],
         starts: npt.NDArray[np.int32],
-        context_slots: npt.NDArray[np.int64],
-        context_ends: npt.NDArray[np.int64],
+        evicted: npt.NDArray[np.int64],
+        views: list[list[npt.NDArray[np.uint64]]],
     ) -> list[int]:
-        """Store the step's tokens; returns the history after each packed token."""
+        """Store the step's tokens; returns the hash of each."""
         histories: list[int] = []
-        tokens = plan.input_ids.tolist()
-        before_first = (context_ends - counts - 1).tolist()
-        index = 0
-        for count, start, before in zip(counts.tolist(), starts.tolist(), before_first, strict=True):
-            history = int(self._histories[context_slots[before]]) if start else _EMPTY
-            for token in tokens[index : index + count]:
-                history = extend_history(history, token)
+        tokens, positions = plan.input_ids.tolist(), plan.positions.tolist()
+        bounds = plan.query_starts.tolist()
+        for row, start in enumerate(starts.tolist()):
+            if self._sees_all and not evicted[row]:
+                full = max(views[row], key=len)
+                history = int(full[-1]) if start else EMPTY
+                for token in tokens[bounds[row] : bounds[row + 1]]:
+                    history = extend_history(history, token)
+                    histories.append(history)
+                continue
+            seen = views[row]
+            for offset, at in enumerate(range(bounds[row], bounds[row + 1])):
+                query = start + offset
+                before = [query - group.first(query) for group in self.groups]
+                now = [view[len(view) - count :] for count, view in zip(before, seen, strict=True)]
+                history = extend_history(extend_history(_blend(now), positions[at]), tokens[at])
                 histories.append(history)
-            index += count
-        self._tokens[plan.slots[0]] = plan.input_ids
-        self._positions[plan.slots[0]] = plan.positions
-        self._histories[plan.slots[0]] = np.array(histories, dtype=np.uint64)
+                seen = [np.append(view, np.uint64(history)) for view in seen]
+        pool = self.pool
+        for group, slots in enumerate(plan.slots):
+            pool.groups.ravel()[slots] = group
+            pool.tokens.ravel()[slots] = plan.input_ids
+            pool.positions.ravel()[slots] = plan.positions
+            pool.histories.ravel()[slots] = np.array(histories, dtype=np.uint64)
         return histories
+
+    def _observe(self, plan: StepPlan, starts: npt.NDArray[np.int32]) -> None:
+        """Add what the queries of observed sequences attend to the scores of what they see."""
+        if plan.observed is None:
+            return
+        assert plan.observed.shape == (plan.num_sequences,)
+        histories = self.pool.histories.ravel()
+        for row in np.flatnonzero(plan.observed).tolist():
+            new = plan.slots[0, plan.query_starts[row] : plan.query_starts[row + 1]]
+            self._attention[new] = 0
+            index = np.arange(plan.context_lens[row])
+            blocks = plan.block_tables[0, row][index // self.block_size].astype(np.int64)
+            slots = blocks * self.block_size + index % self.block_size
+            weights = ((histories[new][:, None] ^ histories[slots]) * _ATTENTION) >> np.uint64(44)
+            weights[index > (starts[row] + np.arange(len(new)))[:, None]] = 0
+            self._attention[slots] += weights.sum(axis=0).astype(np.int64)
 
     def _result(self, plan: StepPlan, histories: list[int]) -> StepResult:
         samples = len(plan.sample_rows)
@@ -197,4 +283,12 @@ class FakeRunner:
             TokenLogprobs(target, score(histories[index], target))
             for index, target in zip(indices[samples:], plan.score_targets.tolist(), strict=True)
         )
-        return StepResult(np.array(token_ids, dtype=np.int64), (None,) * samples, scores)
+        # Whether a copy is faster than computing its block changes every few steps.
+        copies = (len(plan.saves) + len(plan.loads)) * (0.1, 20.0)[plan.step // 40 % 2]
+        return StepResult(
+            np.array(token_ids, dtype=np.int64),
+            (None,) * samples,
+            scores,
+            forward_seconds=float(plan.num_tokens),
+            copy_seconds=copies,
+        )

@@ -6,12 +6,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from server.kvpool.layout import EVERYTHING, Visibility
 from server.scheduler.request import Request, Status
 from server.scheduler.scheduler import NeverFits
-from server.step import SamplingParams
+from server.step import EvictionPolicy, SamplingParams
 from tests.scheduler.driver import Driver, config
 
 MAX_SEQS = 4
+WINDOW, CHUNK = Visibility(window=3), Visibility(chunk=4)
+GROUPS = [(EVERYTHING,), (EVERYTHING,), (WINDOW,), (CHUNK,), (EVERYTHING, WINDOW), (CHUNK, EVERYTHING, WINDOW)]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -20,6 +23,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         block_size=st.integers(1, 5),
         num_blocks=st.integers(1, 12),
+        groups=st.sampled_from(GROUPS),
+        num_host_blocks=st.sampled_from([0, 0, 1, 3, 20]),
         spare_budget=st.integers(0, 12),
         max_scored_tokens=st.integers(1, 6),
         prefix_caching=st.booleans(),
@@ -30,6 +35,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self,
         block_size: int,
         num_blocks: int,
+        groups: tuple[Visibility, ...],
+        num_host_blocks: int,
         spare_budget: int,
         max_scored_tokens: int,
         prefix_caching: bool,
@@ -39,7 +46,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(
             config(
                 block_size=block_size,
-                num_blocks=num_blocks,
+                num_blocks=num_blocks * len(groups),
+                groups=groups,
+                num_host_blocks=num_host_blocks,
                 max_num_seqs=MAX_SEQS,
                 max_num_batched_tokens=MAX_SEQS + block_size + spare_budget,
                 max_scored_tokens=max_scored_tokens,
@@ -54,7 +63,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [request for request in self.driver.records if request.status is not Status.FINISHED]
 
     @rule(
-        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=16),
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=24),
         max_tokens=st.integers(0, 8),
         siblings=st.integers(0, 2),
         stop=st.integers(0, 12),
@@ -62,6 +71,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "a"]),
         tenant=st.sampled_from(["a", "b"]),
         prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+        keep=st.sampled_from([None, None, 1, 3, 6]),
+        eviction=st.sampled_from(["h2o", "window"]),
     )
     def arrive(
         self,
@@ -73,8 +84,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         tenant: str,
         prompt_logprobs: int | None,
+        keep: int | None,
+        eviction: EvictionPolicy,
     ) -> None:
         leader = None
+        if self.driver.config.groups != (EVERYTHING,):
+            keep = None
         for seed in range(siblings + 1):
             params = SamplingParams(seed=seed, stop_token_ids=frozenset(range(stop)))
             options = {
@@ -84,14 +99,16 @@ class SchedulerMachine(RuleBasedStateMachine):
                 "prompt_logprobs": prompt_logprobs,
                 "leader": leader,
             }
-            fits = len(prompt) + max(0, max_tokens - 1) <= self.driver.scheduler.capacity_tokens
-            if not fits:
+            length = len(prompt) + max(0, max_tokens - 1)
+            slack = 4 * self.driver.config.block_size
+            most = length if keep is None else min(length, keep + slack)
+            if most > self.driver.scheduler.capacity_tokens:
                 try:
-                    self.driver.scheduler.add(self.driver.request(prompt, max_tokens, params, **options))
+                    self.driver.budgeted(prompt, keep, eviction, max_tokens, params, **options)
                 except NeverFits:
                     return
                 raise AssertionError("a request that never fits was queued")
-            request = self.driver.add(prompt, max_tokens, params, **options)
+            request = self.driver.budgeted(prompt, keep, eviction, max_tokens, params, **options)
             leader = leader or request
 
     @rule(steps=st.integers(1, 6))
@@ -130,7 +147,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        """Everything finishes: no request needs more steps than it has tokens, plus a step for each preemption."""
+        """Everything finishes: no request needs more steps than it has tokens, plus as many for each preemption."""
         left = sum(request.num_prompt + request.max_tokens + 1 for request in self.open)
         self.driver.run(max_steps=self.driver.steps + left * (1 + len(self.open)))
         self.driver.check_outputs()
@@ -142,4 +159,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=120, stateful_step_count=30, deadline=None, report_multiple_bugs=False)
+TestScheduler.settings = settings(max_examples=180, stateful_step_count=30, deadline=None, report_multiple_bugs=False)

@@ -14,8 +14,8 @@ import pytest
 from server.scheduler.request import Request, Status
 from server.scheduler.scheduler import MAX_OVERTAKES, NeverFits
 from server.step import SamplingParams
+from tests.scheduler.alone import VOCAB_SIZE, outputs_alone
 from tests.scheduler.driver import Driver, config
-from tests.scheduler.fake_runner import VOCAB_SIZE, outputs_alone
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from itertools import zip_longest
 
 import numpy as np
 
+from server.kvpool.blocks import TRASH_BLOCK
 from server.kvpool.prefix import PrefixNode
 from server.kvpool.table import BlockTable
 from server.scheduler.budget import Budget
@@ -136,13 +138,8 @@ class Request:
     @property
     def blocks(self) -> list[int]:
         """Ids of the blocks it holds, in the order of its tokens, those of all groups for each."""
-        columns = max((table.end for table in self.tables), default=0)
-        return [
-            int(table.ids[column])
-            for column in range(columns)
-            for table in self.tables
-            if table.first <= column < table.end
-        ]
+        columns = zip_longest(*(table.ids[: table.end].tolist() for table in self.tables), fillvalue=TRASH_BLOCK)
+        return [block for column in columns for block in column if block != TRASH_BLOCK]
 
     @property
     def num_blocks(self) -> int:

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheLayout, LayerLayout, attention_kind
+from server.kvpool.layout import (
+    CACHE_DTYPES,
+    EVERYTHING,
+    AttentionKind,
+    CacheLayout,
+    LayerLayout,
+    Visibility,
+    attention_kind,
+    group_layers,
+    held_blocks,
+)
 from server.kvpool.shapes import read_shape
 
 GIB = 2**30
@@ -69,3 +83,74 @@ def test_attention_kind(heads: int, kv_heads: int, kind: AttentionKind) -> None:
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (8192, 512)])
 def test_blocks_for(tokens: int, blocks: int) -> None:
     assert uniform(1, 1, 1).blocks_for(tokens) == blocks
+
+
+@pytest.mark.parametrize(
+    "visibility",
+    [
+        EVERYTHING,
+        *(Visibility(window=window) for window in (1, 2, 3, 5, 8, 13)),
+        *(Visibility(chunk=chunk) for chunk in (1, 2, 4, 6)),
+        Visibility(window=3, chunk=4),
+        Visibility(window=7, chunk=5),
+    ],
+    ids=str,
+)
+def test_held_blocks_are_those_that_some_step_touches(visibility: Visibility) -> None:
+    """Every first token of a step and every length. A chunk begins at a block's edge more often than a window does."""
+    for size, step_tokens in product((1, 2, 3, 4, 7), (1, 2, 3, 5, 9)):
+        most = 0
+        for num_tokens in range(1, 31):
+            for count in range(1, min(step_tokens, num_tokens) + 1):
+                first = visibility.first(num_tokens - count)
+                most = max(most, len({key // size for key in range(first, num_tokens)}))
+            held = held_blocks(visibility, num_tokens, size, step_tokens)
+            assert held >= most
+            if visibility.chunk is None:
+                whole = len(range(0, num_tokens, size)) if visibility.reach is None else most
+                assert held == whole
+        assert held_blocks(visibility, 0, size, step_tokens) == 0
+
+
+layers = st.builds(LayerLayout, st.just(AttentionKind.GQA), st.integers(1, 3), st.integers(1, 5), st.integers(0, 5))
+visibilities = st.sampled_from(
+    [EVERYTHING, Visibility(window=5), Visibility(window=9), Visibility(chunk=9), Visibility(window=5, chunk=9)]
+)
+
+
+@given(st.data(), st.lists(visibilities, min_size=1, max_size=14), st.integers(1, 4), st.booleans())
+def test_layers_are_divided_as_promised(data: st.DataObject, seen: list[Visibility], size: int, scored: bool) -> None:
+    widths = data.draw(st.lists(layers, min_size=1, max_size=1 if data.draw(st.integers(0, 3)) else 2))
+    shapes = [widths[index % len(widths)] for index in range(len(seen))]
+    groups = group_layers(shapes, seen)
+    assert sorted(layer for group in groups for layer in group.layers) == list(range(len(seen)))
+
+    kinds = Counter(seen)
+    if len(kinds) > 1 and len(set(shapes)) > 1:
+        assert [group.visibility for group in groups] == [EVERYTHING], "layers of different widths are not divided"
+    else:
+        for group in groups:
+            assert {seen[layer] for layer in group.layers} == {group.visibility}
+            assert list(group.layers) == sorted(group.layers)
+    if len(groups) > 1:
+        places = len(groups[0].layers)
+        reaches = [10**9 if kind.reach is None else kind.reach for kind in kinds]
+        farthest = groups[0].visibility
+        assert (10**9 if farthest.reach is None else farthest.reach) == max(reaches)
+        assert kinds[farthest] % places == 0, "the cache that grows has empty places"
+        assert places <= min(kinds.values())
+        larger = range(places + 1, min(kinds.values()) + 1)
+        assert all(kinds[farthest] % count for count in larger), "there could be fewer tables"
+        for kind, count in kinds.items():
+            sizes = [len(group.layers) for group in groups if group.visibility == kind]
+            assert sum(sizes) == count
+            assert sizes[:-1] == [places] * (len(sizes) - 1)
+            assert 0 < sizes[-1] <= places
+
+    layout = CacheLayout(tuple(shapes), CACHE_DTYPES["int8"], size, tuple(seen), scored)
+    assert layout.groups == groups
+    filled = [
+        size * sum(shapes[layer].bytes_per_token(layout.dtype, scored) for layer in group.layers) for group in groups
+    ]
+    assert layout.bytes_per_block == max(filled)
+    assert layout.bytes_per_token == sum(filled) / size

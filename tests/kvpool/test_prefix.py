@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from server.kvpool.blocks import BlockPool
+from server.kvpool.layout import EVERYTHING, Visibility
 from server.kvpool.prefix import PrefixCache, PrefixNode
+from server.kvpool.table import BlockTable
 from server.step import Int64Array
 
 SIZE = 2
 Prefix = tuple[str, tuple[int, ...]]  # the salt and all tokens up to the end of a block
+Content = tuple[int, Prefix]  # a block's group of layers, and what it holds
+WINDOW, CHUNK = Visibility(window=4), Visibility(chunk=6)
+GROUPS = [(EVERYTHING,), (EVERYTHING,), (WINDOW,), (CHUNK,), (Visibility(window=1),), (EVERYTHING, WINDOW, CHUNK)]
 
 
 def array(tokens: list[int]) -> Int64Array:
@@ -25,11 +30,11 @@ def array(tokens: list[int]) -> Int64Array:
 
 @dataclass
 class Sequence:
-    """One holder of blocks, as the scheduler keeps it."""
+    """One holder of blocks, as the scheduler keeps it: a table for each group."""
 
     tokens: list[int]
     salt: str
-    blocks: list[int] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
     keys: list[bytes] = field(default_factory=list)
     node: PrefixNode | None = None
     published: int = 0
@@ -37,6 +42,12 @@ class Sequence:
 
     def prefix(self, blocks: int) -> Prefix:
         return self.salt, tuple(self.tokens[: blocks * SIZE])
+
+    @property
+    def blocks(self) -> list[int]:
+        """In the order of the tokens, those of all groups for each."""
+        columns = range(max(table.end for table in self.tables))
+        return [int(t.ids[column]) for column in columns for t in self.tables if t.first <= column < t.end]
 
 
 class CollidingCache(PrefixCache):
@@ -54,89 +65,188 @@ class ConstantCache(PrefixCache):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Sequences arrive, share, grow, publish and leave. `contents` says what each block really holds."""
+    """Sequences arrive, share, grow, publish, forget and leave, and host memory keeps what the pool gives up.
+
+    contents, host_contents: what each block really holds, as (group, prefix). Copies are made when a step begins, so
+    that what is arranged for them before is also put to the test.
+    known, host_known: what must be found, and where.
+    """
 
     cache_class: type[PrefixCache] = PrefixCache
     exact = True  # whether every published prefix must be found
 
-    @initialize(capacity=st.integers(2, 14))
-    def start(self, capacity: int) -> None:
-        self.pool = BlockPool(capacity)
-        self.cache = self.cache_class(self.pool, SIZE)
-        forget = self.pool.on_evict
-        self.known: dict[Prefix, int] = {}
-        self.contents: dict[int, Prefix] = {}
+    @initialize(
+        capacity=st.integers(2, 14), groups=st.sampled_from(GROUPS), num_host_blocks=st.sampled_from([0, 1, 3, 30])
+    )
+    def start(self, capacity: int, groups: tuple[Visibility, ...], num_host_blocks: int) -> None:
+        self.groups = groups
+        self.pool = BlockPool(capacity * len(groups))
+        self.cache = self.cache_class(self.pool, SIZE, groups, num_host_blocks)
+        self.known: dict[Content, int] = {}
+        self.host_known: dict[Content, int] = {}
+        self.contents: dict[int, Content] = {}
+        self.host_contents: dict[int, Content] = {}
         self.sequences: list[Sequence] = []
+        self.fresh: list[int] = []
+        self.loads: list[tuple[int, int]] = []
+        self.expected: list[tuple[int, Content]] = []
+        give_up = self.pool.on_evict
 
         def on_evict(block: int) -> None:
-            forget(block)
-            if self.known.get(self.contents[block]) == block:
-                del self.known[self.contents[block]]
+            content = next(content for content, where in self.known.items() if where == block)
+            del self.known[content]
+            before = len(self.cache.saves)
+            give_up(block)
+            for _, host_block in self.cache.saves[before:]:
+                self.host_known[content] = host_block
 
         self.pool.on_evict = on_evict
+        if self.cache.host is not None:
+            forget = self.cache.host._on_evict
 
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10), salt=st.sampled_from(["", "a"]))
-    def arrive(self, tokens: list[int], salt: str) -> None:
+            def on_host_evict(held: tuple[PrefixNode, int]) -> None:
+                node, group = held
+                content = next(c for c, where in self.host_known.items() if where == node.host[group])
+                assert content[0] == group
+                del self.host_known[content]
+                forget(held)
+
+            self.cache.host._on_evict = on_host_evict
+
+    def begin_step(self) -> None:
+        """Copy as arranged: to the host what the pool gave up, then back what was asked for."""
+        saves, self.cache.saves = self.cache.saves, []
+        assert len({host_block for _, host_block in saves}) == len(saves), "a host block is saved to twice"
+        for block, host_block in saves:
+            self.host_contents[host_block] = self.contents[block]
+        for block in self.fresh:
+            self.contents.pop(block, None)
+        for host_block, block in self.loads:
+            self.contents[block] = self.host_contents[host_block]
+        for block, content in self.expected:
+            assert self.contents[block] == content, "another prompt's block was found"
+        self.fresh, self.loads, self.expected = [], [], []
+        if self.cache.host is not None:
+            self.cache.host.unpin()
+
+    def longest(self, sequence: Sequence, use_host: bool) -> int:
+        """How many blocks of its prompt the cache must have: every length is tried."""
+        found = set(self.known) | (set(self.host_known) if use_host else set())
+        everything = [prefix for _, prefix in set(self.known) | set(self.host_known)]
+        best = 0
+        for length in range(1, (len(sequence.tokens) - 1) // SIZE + 1):
+            salt, tokens = sequence.prefix(length)
+            if not any(other == salt and text[: len(tokens)] == tokens for other, text in everything):
+                break  # nobody has come this way, or nothing is left of it
+            needed = [
+                (group, sequence.prefix(token // SIZE + 1))
+                for group, visibility in enumerate(self.groups)
+                for token in range(visibility.first(length * SIZE), length * SIZE)
+            ]
+            if found.issuperset(needed):
+                best = length
+        return best
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        salt=st.sampled_from(["", "", "a"]),
+        use_host=st.sampled_from([True, True, False]),
+    )
+    def arrive(self, tokens: list[int], salt: str, use_host: bool) -> None:
         sequence = Sequence(list(tokens), salt)
         self.cache.extend_keys(sequence.keys, array(tokens), salt)
-        chain = self.cache.match(sequence.keys, array(tokens), salt)
+        chain = self.cache.match(sequence.keys, array(tokens), salt, use_host=use_host)
+        assert self.cache.match(sequence.keys, array(tokens), salt, chain, use_host=use_host) == chain
 
         assert len(chain) * SIZE < len(tokens), "the whole prompt was found"
-        for index, node in enumerate(chain):
-            assert self.contents[node.blocks[0]] == sequence.prefix(index + 1), "another prompt's block was found"
-            assert self.pool.is_published(node.blocks[0])
-        longest = 0
-        while (longest + 1) * SIZE < len(tokens) and sequence.prefix(longest + 1) in self.known:
-            longest += 1
+        longest = self.longest(sequence, use_host)
         assert len(chain) == longest if self.exact else len(chain) <= longest
 
-        hits = [node.blocks[0] for node in chain]
-        needed = -(-len(tokens) // SIZE) - len(hits)
+        hits, missing = [], []
+        for group in range(len(self.groups)):
+            first = self.cache.first_needed(group, len(chain))
+            table = BlockTable()
+            table.start_at(first)
+            sequence.tables.append(table)
+            for node in chain[first:]:
+                if node.blocks[group]:
+                    hits.append(node.blocks[group])
+                else:
+                    assert use_host
+                    missing.append((node, group))
+        columns = -(-len(tokens) // SIZE)
+        needed = len(missing) + len(self.groups) * (columns - len(chain))
         if needed > self.pool.num_available - sum(self.pool.is_cached(block) for block in hits):
             return
         self.pool.acquire(hits)
-        sequence.blocks = hits + self.pool.allocate(needed, after=hits[-1] if hits else None)
+        if missing:
+            loads = self.cache.restore(missing)
+            self.loads += loads
+            self.fresh += [block for _, block in loads]
+            for node, group in missing:
+                self.known[group, sequence.prefix(chain.index(node) + 1)] = node.blocks[group]
+        for group, table in enumerate(sequence.tables):
+            table.append([node.blocks[group] for node in chain[table.first :]])
+            for index in range(table.first, len(chain)):
+                self.expected.append((int(table.ids[index]), (group, sequence.prefix(index + 1))))
+            self.allocate(table, columns - len(chain))
         sequence.node = chain[-1] if chain else None
         sequence.published = len(chain)
         self.sequences.append(sequence)
+
+    def allocate(self, table: BlockTable, count: int) -> None:
+        blocks = self.pool.allocate(count, after=table.last)
+        self.fresh += blocks
+        table.append(blocks)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def compute_one_block(self, data: st.DataObject) -> None:
         """Publish the next full block of a sequence, the way a commit does."""
+        self.begin_step()
         sequence = data.draw(st.sampled_from(self.sequences))
         index = sequence.published
         if sequence.collided or len(sequence.tokens) < (index + 1) * SIZE:
             return
         tokens = array(sequence.tokens)
         self.cache.extend_keys(sequence.keys, tokens, sequence.salt)
-        block, prefix = sequence.blocks[index], sequence.prefix(index + 1)
-        self.contents[block] = prefix
+        blocks, prefix = [int(table.ids[index]) for table in sequence.tables], sequence.prefix(index + 1)
+        for group, block in enumerate(blocks):
+            self.contents[block] = (group, prefix)
         content = tokens[index * SIZE : (index + 1) * SIZE]
-        node = self.cache.publish(sequence.node, sequence.keys[index], sequence.salt, content, [block])
+        node = self.cache.publish(sequence.node, sequence.keys[index], sequence.salt, content, blocks)
         if node is None:
             assert not self.exact, "two prefixes had the same key"
             sequence.collided = True
             return
-        if prefix in self.known:
-            assert node.blocks[0] == self.known[prefix], "the first publication of a prefix was replaced"
-        else:
-            assert node.blocks[0] == block
-            self.known[prefix] = block
+        for group, block in enumerate(blocks):
+            first = self.known.setdefault((group, prefix), block)
+            assert node.blocks[group] == first, "the first publication of a prefix was replaced"
         sequence.node = node
         sequence.published += 1
 
-    @precondition(lambda self: self.sequences and self.pool.num_available)
+    @precondition(lambda self: self.sequences and self.pool.num_available >= len(self.groups))
     @rule(data=st.data(), token=st.integers(0, 1))
     def grow(self, data: st.DataObject, token: int) -> None:
         sequence = data.draw(st.sampled_from(self.sequences))
         sequence.tokens.append(token)
-        if len(sequence.tokens) > len(sequence.blocks) * SIZE:
-            sequence.blocks += self.pool.allocate(1, after=sequence.blocks[-1])
+        for table in sequence.tables:
+            if len(sequence.tokens) > table.end * SIZE:
+                self.allocate(table, 1)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def forget(self, data: st.DataObject) -> None:
+        """Give back what no layer of a group sees any more."""
+        self.begin_step()
+        sequence = data.draw(st.sampled_from(self.sequences))
+        for visibility, table in zip(self.groups, sequence.tables, strict=True):
+            self.pool.release(table.drop_before(visibility.first(sequence.published * SIZE) // SIZE))
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
+        self.begin_step()
         sequence = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         self.pool.release(sequence.blocks)
 
@@ -144,9 +254,15 @@ class CacheMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         self.cache.check_integrity()
         self.pool.check_integrity([sequence.blocks for sequence in self.sequences])
-        for prefix, block in self.known.items():
-            assert self.contents[block] == prefix
+        copied = {block for _, block in self.loads}
+        for content, block in self.known.items():
+            assert block in copied or self.contents[block] == content
             assert self.pool.is_published(block)
+        saved = {host_block for _, host_block in self.cache.saves}
+        for content, host_block in self.host_known.items():
+            assert host_block in saved or self.host_contents[host_block] == content
+        host = self.cache.host
+        assert len(self.host_known) == (0 if host is None else host.num_used)
 
 
 class CollidingMachine(CacheMachine):

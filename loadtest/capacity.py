@@ -83,23 +83,24 @@ class Sample:
     @classmethod
     def read(cls, text: str) -> Self:
         """Raises BenchError where something is missing."""
-        values: Counter[str] = Counter()
+        values: dict[str, float] = {}
         evicted: Counter[str] = Counter()
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                values[sample.name] += sample.value
+                values[sample.name] = sample.value
                 if sample.name == "sluice_kv_cache_evicted_blocks_total":
-                    evicted[sample.labels["cause"]] += int(sample.value)
-        names = (
-            "sluice_requests_running",
-            "sluice_requests_waiting",
-            "sluice_kv_cache_usage_ratio",
-            "sluice_kv_cache_capacity_blocks",
-            "sluice_preemptions_total",
-        )
-        if missing := [name for name in names if name not in values]:
-            raise BenchError(f"/metrics has no {', '.join(missing)}")
-        return cls(*(values[name] for name in names), evicted)
+                    evicted[sample.labels["cause"]] = int(sample.value)
+        try:
+            return cls(
+                values["sluice_requests_running"],
+                values["sluice_requests_waiting"],
+                values["sluice_kv_cache_usage_ratio"],
+                values["sluice_kv_cache_capacity_blocks"],
+                values["sluice_preemptions_total"],
+                evicted,
+            )
+        except KeyError as error:
+            raise BenchError(f"/metrics has no {error.args[0]}") from None
 
 
 @dataclass(frozen=True, slots=True)

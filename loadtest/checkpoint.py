@@ -32,6 +32,15 @@ TINY = Size(hidden=64, intermediate=128, layers=2, heads=4, kv_heads=2, vocab=10
 
 def write_checkpoint(directory: Path, size: Size, device: str, seed: int = 0) -> int:
     """Write config, weights (bfloat16) and tokenizer into `directory`; returns the number of parameters."""
+    model = random_model(size, device, seed)
+    model.save_pretrained(directory)
+    tokenizer = build_tokenizer(size.vocab)
+    tokenizer.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def random_model(size: Size, device: str, seed: int = 0) -> PreTrainedModel:
+    """A Llama of random weights in bfloat16."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=size.vocab,
@@ -47,10 +56,7 @@ def write_checkpoint(directory: Path, size: Size, device: str, seed: int = 0) ->
     )
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(directory)
-    tokenizer = build_tokenizer(size.vocab)
-    tokenizer.save_pretrained(directory)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -2,10 +2,18 @@
 
     python -m loadtest.gpu_check --quick --out DIR
 
-needs no network. It runs the equality matrix of `loadtest.equality` on the card, serves a random model of the
-1B class with `sluice serve --device cuda` under load of `sluice bench`, and writes what it found to DIR/gpu_check.txt
-and DIR/gpu_check.json. Exit status: 0 for all well, 1 when numbers differ or requests fail, 2 when there is no GPU.
-`--dry-run` goes the same way on the CPU with tiny models.
+needs no network and takes less than six minutes. On the card it
+
+* runs the equality matrix of `loadtest.equality`, in which models with latents are served from these and models with
+  windows with several block tables, and the checks of `loadtest.cache_check`: quantised caches, compactions and copies
+  to host memory against the same on the CPU;
+* measures decode steps by the kind of cache, compactions and copies (`loadtest.cache_times`);
+* serves a random model of the 1B class with `sluice serve --device cuda` under load of `sluice bench`: once as it is,
+  and once with a cache of int8, budgets and host memory.
+
+What it found is written to DIR/gpu_check.txt and DIR/gpu_check.json. Each part that fails is reported and the others go
+on. Exit status: 0 for all well, 1 when numbers differ or a part fails, 2 when there is no GPU. `--device cpu` goes the
+same way on the CPU with tiny models.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +35,8 @@ import torch
 import transformers
 
 from loadtest.architectures import ARCHITECTURES
+from loadtest.cache_check import run_cache_checks
+from loadtest.cache_times import Timing, Work, run_timings
 from loadtest.checkpoint import ONE_BILLION, TINY, Size, write_checkpoint
 from loadtest.equality import Outcome, run_matrix
 from server import __version__
@@ -35,42 +45,69 @@ from server.bench.report import align
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """How much is done. `budget_seconds` bounds all of it; what is cut off is reported as failed."""
+    """How much is done. `budget_seconds` bounds all of it; what is cut off is reported as failed.
+
+    load, server: of `sluice bench` and of the server it starts. kept_load, kept_server: the same for the server with
+    the cache of int8, what it has beside `server`.
+    """
 
     device: str
     models: tuple[str, ...]
     seeds: int
     size: Size
+    work: Work
     load: tuple[str, ...]
     server: tuple[str, ...]
+    kept_load: tuple[str, ...]
+    kept_server: tuple[str, ...]
     baseline: bool
     budget_seconds: float
 
 
+_WORK = Work(batches=((1, 2048), (32, 2048)), compacted=8192, copied_bytes=2**28, seconds=0.5)
 _LOAD = ("--concurrency=1,32,128", "--output-tokens=64", "--duration=15")
-QUICK = Scope("cuda", tuple(ARCHITECTURES), 1, ONE_BILLION, _LOAD, ("--dtype=bfloat16",), False, 230.0)
-FULL = Scope("cuda", tuple(ARCHITECTURES), 3, ONE_BILLION, _LOAD, ("--dtype=bfloat16",), True, 900.0)
-DRY_RUN = Scope(
-    "cpu",
-    ("llama", "gemma2", "gpt_oss"),
-    1,
-    TINY,
-    ("--concurrency=1,4", "--output-tokens=8", "--num-requests=6"),
-    ("--kv-bytes=8MiB", "--max-num-seqs=4"),
-    False,
-    230.0,
+_KEPT_LOAD = ("--concurrency=32", "--output-tokens=64", "--duration=8")
+_KEPT = ("--kv-cache-dtype=int8", "--kv-policy=h2o", "--kv-budget=64")
+QUICK = Scope(
+    device="cuda",
+    models=tuple(ARCHITECTURES),
+    seeds=1,
+    size=ONE_BILLION,
+    work=_WORK,
+    load=_LOAD,
+    server=("--dtype=bfloat16",),
+    kept_load=_KEPT_LOAD,
+    kept_server=(*_KEPT, "--kv-host-memory=1GiB"),
+    baseline=False,
+    budget_seconds=340.0,
 )
+FULL = replace(QUICK, seeds=3, baseline=True, budget_seconds=1000.0)
+ON_CPU = Scope(
+    device="cpu",
+    models=("gemma2", "deepseek_v3"),
+    seeds=1,
+    size=TINY,
+    work=Work(batches=((1, 64), (4, 64)), compacted=128, copied_bytes=2**20, seconds=0.02),
+    load=("--concurrency=1,4", "--output-tokens=8", "--num-requests=6"),
+    server=("--kv-bytes=8MiB", "--max-num-seqs=4"),
+    kept_load=("--concurrency=4", "--output-tokens=8", "--num-requests=6"),
+    kept_server=(*_KEPT, "--kv-host-memory=1MiB"),
+    baseline=False,
+    budget_seconds=260.0,
+)
+_SERVED = ("load", "kept_load", "baseline")
+"""Parts of the report that come from `sluice bench`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the check and write its report."""
     options = _parser().parse_args(argv)
-    scope = DRY_RUN if options.dry_run else QUICK if options.quick else FULL
+    scope = ON_CPU if options.device == "cpu" else QUICK if options.quick else FULL
     if scope.device == "cuda" and not torch.cuda.is_available():
         build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", a build for CPUs only,")
         print(
             f"gpu_check: {build} finds no CUDA device. Run it on a machine with a GPU and a CUDA build of torch, "
-            "or with --dry-run to try it on the CPU.",
+            "or with --device cpu to try it on the CPU.",
             file=sys.stderr,
         )
         return 2
@@ -79,22 +116,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"about": about(scope.device)}
     outcomes: list[Outcome] = []
     for seed in range(scope.seeds):
-        outcomes += run_matrix(scope.models, scope.device, "auto", seed, _show)
+        outcomes += run_matrix(scope.models, scope.device, "auto", seed, deadline, _show)
     report["equality"] = [outcome.json() for outcome in outcomes]
+    kept: list[Outcome] = []
+    for seed in range(scope.seeds):
+        kept += run_cache_checks(scope.device, seed, deadline, _show)
+    report["cache"] = [outcome.json() for outcome in kept]
+    timings = run_timings(scope.size, scope.work, scope.device, deadline, _show)
+    report["times"] = [timing.json() for timing in timings]
     if scope.device == "cuda":
         torch.cuda.empty_cache()
-    with tempfile.TemporaryDirectory() as directory:
-        _show("writing a random checkpoint")
-        model = Path(directory) / "random-llama"
-        parameters = write_checkpoint(model, scope.size, scope.device)
-        report["served_parameters"] = parameters
-        report["load"] = bench(["--model", str(model), *scope.load], scope, deadline)
-        if scope.baseline:
-            report["baseline"] = bench(["--model", str(model), "--baseline=32"], scope, deadline)
-    report["ok"] = all(outcome.ok for outcome in outcomes) and all(
-        part["status"] == 0 for name, part in report.items() if name in ("load", "baseline")
+    report |= serve(scope, deadline)
+    report["ok"] = (
+        all(outcome.ok for outcome in (*outcomes, *kept))
+        and all(timing.milliseconds is not None for timing in timings)
+        and all(report[name]["status"] == 0 for name in _SERVED if name in report)
     )
-    text = table(report, outcomes)
+    text = table(report, outcomes, kept, timings)
     (options.out / "gpu_check.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (options.out / "gpu_check.txt").write_text(text + "\n", encoding="utf-8")
     print(text)
@@ -105,17 +143,40 @@ def _parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         "python -m loadtest.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    much = top.add_mutually_exclusive_group()
-    much.add_argument("--quick", action="store_true", help="one seed and no baseline, in under 4 minutes")
-    much.add_argument("--dry-run", action="store_true", help="on the CPU, with tiny models")
+    top.add_argument("--quick", action="store_true", help="one seed and no baseline, in under 6 minutes")
+    top.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="(default: cuda); on the CPU with tiny models and always quick, to try the script",
+    )
     top.add_argument("--out", type=Path, default=Path("gpu-check"), metavar="DIR", help="(default: gpu-check)")
     return top
 
 
-def bench(arguments: list[str], scope: Scope, deadline: float) -> dict[str, Any]:
+def serve(scope: Scope, deadline: float) -> dict[str, Any]:
+    """A random model under load, in all the ways of the scope: parts of the report."""
+    with tempfile.TemporaryDirectory() as directory:
+        _show("writing a random checkpoint")
+        model = Path(directory) / "random-llama"
+        try:
+            found: dict[str, Any] = {"served_parameters": write_checkpoint(model, scope.size, scope.device)}
+        except Exception as failure:  # of the device: what was found before is reported all the same
+            return {"load": {"status": 1, "result": None, "words": f"{type(failure).__name__}: {failure}"}}
+        if scope.device == "cuda":
+            torch.cuda.empty_cache()
+        found["load"] = bench(["--model", str(model), *scope.load], scope.server, scope, deadline)
+        kept_server = (*scope.server, *scope.kept_server)
+        found["kept_load"] = bench(["--model", str(model), *scope.kept_load], kept_server, scope, deadline)
+        if scope.baseline:
+            found["baseline"] = bench(["--model", str(model), "--baseline=32"], scope.server, scope, deadline)
+    return found
+
+
+def bench(arguments: list[str], server: Sequence[str], scope: Scope, deadline: float) -> dict[str, Any]:
     """Run `sluice bench` with a server of its own: its exit status, its JSON, and its words where it failed."""
     command = [sys.executable, "-m", "server", "bench", "--json", *arguments]
-    command += ["--", f"--device={scope.device}", *scope.server]
+    command += ["--", f"--device={scope.device}", *server]
     _show("sluice bench " + " ".join(command[5:]))
     left = max(1.0, deadline - time.monotonic())
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -161,12 +222,33 @@ def _driver() -> str | None:
     return lines[0] if lines else None
 
 
-def table(report: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
+def table(
+    report: dict[str, Any], outcomes: Sequence[Outcome], kept: Sequence[Outcome], timings: Sequence[Timing]
+) -> str:
     """The report for people."""
     facts = report["about"]
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     lines = [f"{facts['date']}  {facts['card']}, driver {facts['driver']}", versions, ""]
-    rows = [["model", "dtype", "error", "allowed", "", "seconds"]]
+    lines += [*_outcome_table(["model", "dtype"], outcomes), ""]
+    lines += [*_outcome_table(["what", "cache"], kept), ""]
+    rows = [["step, compaction or copy", "ms", "GB/s of the cache"]]
+    rows += [[each.what, _decimal(each.milliseconds, 3), _decimal(each.gigabytes_per_second, 1)] for each in timings]
+    lines.append(align(rows))
+    lines += [f"{each.what}: {each.note}" for each in timings if each.note]
+    if "served_parameters" in report:
+        lines += ["", f"serving {report['served_parameters'] / 1e9:.2f} billion random parameters"]
+    for name, title in (("load", ""), ("kept_load", "with a cache of int8, a budget for each request, host memory")):
+        if (part := report.get(name)) and part["result"]:
+            lines += [title] * bool(title) + [_load_table(part["result"]["levels"])]
+    if (baseline := report.get("baseline")) and baseline["result"]:
+        lines.append(f"server / bare loop at 32: {baseline['result']['baseline']['ratio']:.3f}")
+    lines += [part["words"] for name in _SERVED if (part := report.get(name)) and part["words"]]
+    lines += ["", "all well" if report["ok"] else "NOT WELL"]
+    return "\n".join(lines)
+
+
+def _outcome_table(titles: list[str], outcomes: Sequence[Outcome]) -> list[str]:
+    rows = [[*titles, "error", "allowed", "", "seconds", "served"]]
     rows += [
         [
             outcome.model,
@@ -175,19 +257,12 @@ def table(report: dict[str, Any], outcomes: Sequence[Outcome]) -> str:
             _number(outcome.tolerance),
             "ok" if outcome.ok else "WRONG",
             f"{outcome.seconds:.1f}",
+            outcome.cache,
         ]
         for outcome in outcomes
     ]
-    lines.append(align(rows))
-    lines += [f"{outcome.model} in {outcome.dtype}: {outcome.note}" for outcome in outcomes if outcome.note]
-    lines += ["", f"serving {report['served_parameters'] / 1e9:.2f} billion random parameters"]
-    if report["load"]["result"]:
-        lines.append(_load_table(report["load"]["result"]["levels"]))
-    if (baseline := report.get("baseline")) and baseline["result"]:
-        lines.append(f"server / bare loop at 32: {baseline['result']['baseline']['ratio']:.3f}")
-    lines += [part["words"] for name in ("load", "baseline") if (part := report.get(name)) and part["words"]]
-    lines += ["", "all well" if report["ok"] else "NOT WELL"]
-    return "\n".join(lines)
+    notes = [f"{outcome.model}, {outcome.dtype}: {outcome.note}" for outcome in outcomes if outcome.note]
+    return [align(rows), *notes]
 
 
 def _load_table(levels: Sequence[dict[str, Any]]) -> str:
@@ -203,6 +278,10 @@ def _load_table(levels: Sequence[dict[str, Any]]) -> str:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
+
+
+def _decimal(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def _show(text: str) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from math import inf
+
 import numpy as np
 import pytest
 import torch
 
-from loadtest.architectures import ARCHITECTURES, VOCAB
-from loadtest.equality import BLOCK_SIZE, LENGTHS, check, plans
+from loadtest.architectures import ARCHITECTURES, VOCAB, tiny_config
+from loadtest.equality import BLOCK_SIZE, LENGTHS, check, kept_as, plans
+from server.kvpool.layout import CACHE_DTYPES, EVERYTHING, AttentionKind, CacheLayout, LayerLayout, Visibility
 from server.kvpool.tensors import KVTensors
 from server.model.runner import ModelRunner
 
@@ -22,7 +26,7 @@ def test_plans_compute_each_token_once_over_disjoint_blocks() -> None:
     tables = [[5, 1, 9, 2, 12, 7], [3, 8, 4], [6, 10, 11, 13]]
     seen = []
     slots: dict[int, int] = {}
-    for plan, places in plans(sequences, [tables]):
+    for plan, places in plans(sequences, [tables], [EVERYTHING]):
         assert plan.num_tokens == len(places) == plan.query_starts[-1]
         assert plan.input_ids.tolist() == [sequences[b][p] for b, p in places]
         assert (plan.context_lens >= np.diff(plan.query_starts)).all()
@@ -37,10 +41,40 @@ def test_plans_compute_each_token_once_over_disjoint_blocks() -> None:
         assert [slots[table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE] for p in range(LENGTHS[b])] == sequences[b]
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mistral", "deepseek_v2"])
+def test_blocks_out_of_sight_are_the_trash_block() -> None:
+    sequences = [list(range(length)) for length in LENGTHS]
+    tables = [[5, 1, 9, 2, 12, 7], [3, 8, 4], [6, 10, 11, 13]]
+    sight = Visibility(window=6)
+    hidden = 0
+    for plan, places in plans(sequences, [tables, tables], [EVERYTHING, sight]):
+        members = sorted({b for b, _ in places})
+        for row, b in enumerate(members):
+            first = sight.first(min(position for sequence, position in places if sequence == b))
+            for index, block in enumerate(tables[b]):
+                assert plan.block_tables[0, row, index] == block
+                gone = (index + 1) * BLOCK_SIZE <= first
+                hidden += gone
+                assert plan.block_tables[1, row, index] == (0 if gone else block)
+    assert hidden
+
+
+def test_a_cache_kept_otherwise_than_the_model_asks_is_wrong() -> None:
+    whole = CacheLayout((LayerLayout(AttentionKind.MHA, 4, 20, 10),) * 3, CACHE_DTYPES["float32"], BLOCK_SIZE)
+    assert kept_as(tiny_config("deepseek_v3"), whole) == ("", "it has latents, but is not served from them")
+    assert "share 1 block table" in kept_as(tiny_config("gemma2"), whole)[1]
+    assert kept_as(tiny_config("llama"), whole) == ("", "")
+
+
+def test_what_comes_too_late_is_not_done() -> None:
+    outcome = check("llama", torch.float32, "cpu", "auto", seed=0, deadline=time.monotonic() - 1)
+    assert not outcome.ok
+    assert "not done" in outcome.note
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "deepseek_v2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_right_numbers_are_ok(name: str, dtype: torch.dtype) -> None:
-    outcome = check(name, dtype, "cpu", "auto", seed=0)
+    outcome = check(name, dtype, "cpu", "auto", seed=0, deadline=inf)
     assert outcome.ok, outcome
     assert outcome.error is not None
     assert outcome.error > 0  # two different computations, not one compared with itself
@@ -63,7 +97,7 @@ def test_keys_written_to_the_wrong_place_are_noticed(dtype: torch.dtype, monkeyp
         fill(pool, value)
 
     monkeypatch.setattr(KVTensors, "fill_", break_then_fill)
-    outcome = check("llama", dtype, "cpu", "reference", seed=0)
+    outcome = check("llama", dtype, "cpu", "reference", seed=0, deadline=inf)
     assert not outcome.ok
     assert outcome.error is not None
     assert outcome.tolerance is not None
@@ -76,7 +110,7 @@ def test_a_model_that_fails_is_an_outcome(monkeypatch: pytest.MonkeyPatch) -> No
         raise RuntimeError("no kernel image")
 
     monkeypatch.setattr(ModelRunner, "run", explode)
-    outcome = check("llama", torch.float32, "cpu", "auto", seed=0)
+    outcome = check("llama", torch.float32, "cpu", "auto", seed=0, deadline=inf)
     assert not outcome.ok
     assert outcome.note == "RuntimeError: no kernel image"
 

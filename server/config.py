@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,7 @@ _AUTO_SEQS = {"cpu": 32, "cuda": 256}
 _AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
 _AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
 _LEAST_QUEUED_TOKENS = 2**20
+_MOST_BYTES = 2**50
 
 
 def least_kv_budget(block_size: int) -> int:
@@ -54,7 +56,7 @@ def parse_size(value: object) -> object:
     unit = match[2].upper()
     if unit not in _UNITS:
         raise ValueError(f"{match[2]!r} is no unit of size")
-    return int(float(match[1]) * _UNITS[unit]) if "." in match[1] else int(match[1]) * _UNITS[unit]
+    return int(Decimal(match[1]) * _UNITS[unit])
 
 
 def _split_names(value: object) -> object:
@@ -205,8 +207,9 @@ class ServeSettings(BaseSettings):
         None,
         "exact size of the cache in bytes, or as 512MiB or 8GiB",
         shown="from the memory there is",
-        expects="a size of at least 1 byte, such as 536870912, 512MiB or 8GiB",
+        expects="a size of 1 byte to 1024TiB, such as 536870912, 512MiB or 8GiB",
         ge=1,
+        le=_MOST_BYTES,
     )
     kv_blocks: int | None = _option(
         "Device and memory",
@@ -214,6 +217,7 @@ class ServeSettings(BaseSettings):
         "exact number of cache blocks for sequences; one more is kept for padding",
         shown="from the memory there is",
         ge=1,
+        le=2**31 - 2,  # block ids have 32 bits
     )
     block_size: int = _option("Device and memory", 16, "tokens a cache block holds", ge=1, le=1024)
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = _option(
@@ -240,8 +244,9 @@ class ServeSettings(BaseSettings):
         0,
         "main memory that takes cached blocks which the pool gives up, as 8GiB, until they are wanted again",
         shown="none",
-        expects="a size such as 512MiB or 8GiB",
+        expects="a size of up to 1024TiB, such as 512MiB or 8GiB",
         ge=0,
+        le=_MOST_BYTES,
     )
     enable_prefix_caching: bool = _option(
         "Device and memory", True, "keep the cache of finished requests for prompts that begin the same"

@@ -73,7 +73,8 @@ def _bounds(field: FieldInfo) -> dict[str, Any]:
 
 
 def _choices(field: FieldInfo) -> tuple[str, ...]:
-    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    kinds = (field.annotation, *get_args(field.annotation))  # an optional choice is a union with None
+    return next((get_args(kind) for kind in kinds if get_origin(kind) is Literal), ())
 
 
 def _expected(field: FieldInfo) -> str:

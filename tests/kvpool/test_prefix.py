@@ -286,9 +286,9 @@ TestConstantHash.settings = settings(max_examples=40, stateful_step_count=40, de
 class Book:
     """A cache of blocks of two tokens, filled by hand."""
 
-    def __init__(self, capacity: int = 16) -> None:
+    def __init__(self, capacity: int = 16, num_host_blocks: int = 0) -> None:
         self.pool = BlockPool(capacity)
-        self.cache = PrefixCache(self.pool, SIZE)
+        self.cache = PrefixCache(self.pool, SIZE, num_host_blocks=num_host_blocks)
 
     def write(self, tokens: list[int], salt: str = "") -> list[int]:
         """Publish all full blocks of `tokens` behind what is known already; returns the blocks, still held."""
@@ -302,10 +302,19 @@ class Book:
             assert node is not None
         return blocks
 
-    def find(self, tokens: list[int], salt: str = "") -> list[int]:
+    def match(self, tokens: list[int], salt: str = "") -> list[PrefixNode]:
         keys: list[bytes] = []
         self.cache.extend_keys(keys, array(tokens), salt)
-        return [node.blocks[0] for node in self.cache.match(keys, array(tokens), salt)]
+        return self.cache.match(keys, array(tokens), salt)
+
+    def find(self, tokens: list[int], salt: str = "") -> list[int]:
+        return [node.blocks[0] for node in self.match(tokens, salt)]
+
+    def fill(self) -> None:
+        """Have the pool give up all that is only cached; a step comes to its end."""
+        self.pool.release(self.pool.allocate(self.pool.num_available))
+        assert self.cache.host is not None
+        self.cache.host.unpin()
 
 
 def test_the_longest_common_prefix_of_full_blocks_is_found() -> None:
@@ -383,6 +392,26 @@ def test_a_chain_is_whole_again_when_an_evicted_ancestor_is_computed_again() -> 
     book.cache.extend_keys(key, array([1, 2]), "")
     book.cache.publish(None, key[0], "", array([1, 2]), twin[:1])
     assert book.find([1, 2, 3, 4, 5]) == twin
+    book.cache.check_integrity()
+
+
+def test_host_memory_forgets_what_was_used_longest_ago_wherever_it_was_used() -> None:
+    book = Book(capacity=2, num_host_blocks=2)
+    for tokens in ([1, 2], [3, 4]):
+        book.pool.release(book.write(tokens))
+    book.fill()
+    for tokens in ([1, 2, 0], [3, 4, 0]):
+        ((_, block),) = book.cache.restore([(node, 0) for node in book.match(tokens)])
+        book.pool.release([block])
+    (again,) = book.find([1, 2, 0])
+    book.pool.acquire([again])  # the pool has both, and this one is used once more
+    book.pool.release([again])
+    book.fill()
+    assert len(book.cache.saves) == 2, "what the host has is copied again"
+
+    book.pool.release(book.write([5, 6]))
+    book.fill()
+    assert [len(book.match([*tokens, 0])) for tokens in ([1, 2], [3, 4], [5, 6])] == [1, 0, 1]
     book.cache.check_integrity()
 
 

@@ -63,7 +63,7 @@ class Keeping:
     block_size: int = 0
 
 
-@dataclass
+@dataclass(slots=True)
 class Token:
     history: int
     position: int
@@ -78,6 +78,7 @@ class Alone:
         self.cache: list[Token] = []
         self.num_tokens = 0
         self.most = 0
+        self.sees_all = EVERYTHING in keeping.groups
         if keeping.keep is not None:
             blocks = 4
             while blocks * keeping.block_size * 4 < keeping.keep:
@@ -88,10 +89,10 @@ class Alone:
         """Compute one more token; returns its hash."""
         if self.most and len(self.cache) == self.most:
             self._give_up()
-        before = [cached.history for cached in self.cache]
-        if EVERYTHING in self.keeping.groups and len(before) == self.num_tokens:
-            history = extend_history(before[-1] if before else EMPTY, token)
+        if self.sees_all and len(self.cache) == self.num_tokens:
+            history = extend_history(self.cache[-1].history if self.cache else EMPTY, token)
         else:
+            before = [cached.history for cached in self.cache]
             views = [before[group.first(len(before)) :] for group in self.keeping.groups]
             history = extend_history(extend_history(blend(views), self.num_tokens), token)
         self.cache.append(Token(history, self.num_tokens))

@@ -415,6 +415,20 @@ def test_host_memory_forgets_what_was_used_longest_ago_wherever_it_was_used() ->
     book.cache.check_integrity()
 
 
+def test_what_is_about_to_be_copied_back_is_not_forgotten_for_what_gives_way_to_it() -> None:
+    book = Book(capacity=2, num_host_blocks=2)
+    book.pool.release(book.write([1, 2, 3, 4]))
+    book.fill()
+    for tokens in ([5, 6], [7, 8]):
+        book.pool.release(book.write(tokens))
+    chain = book.match([1, 2, 3, 4, 0])
+    loads = book.cache.restore([(node, 0) for node in chain])
+    assert [host_block for host_block, _ in loads] == [node.host[0] for node in chain]
+    assert sorted(block for _, block in loads) == [1, 2]
+    assert [len(book.match([*tokens, 0])) for tokens in ([1, 2, 3, 4], [5, 6], [7, 8])] == [2, 0, 0]
+    book.cache.check_integrity()
+
+
 def test_keys_differ_between_caches() -> None:
     keys: list[list[bytes]] = [[], []]
     for found in keys:

@@ -14,7 +14,7 @@ from server.scheduler.budget import make_budget
 from server.scheduler.request import Request, Status
 from server.scheduler.scheduler import Progress, Scheduler, SchedulerConfig, SchedulerStats
 from server.step import EvictionPolicy, SamplingParams, StepPlan, TokenLogprobs
-from tests.scheduler.alone import Keeping, histories_alone, outputs_alone, scores_alone
+from tests.scheduler.alone import Alone, Keeping, histories_alone, outputs_alone, scores_alone
 from tests.scheduler.fake_runner import FakeRunner, Shadow
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -190,7 +190,11 @@ class Driver:
             assert str(record.finish_reason) == finish_reason, request.request_id
 
     def check_contents(self) -> None:
-        """Every published block, of the pool and of host memory, holds the text it is found by. Not during a step."""
+        """Every published block, of the pool and of host memory, holds the text it is found by, and every budget the
+        tokens that it should, with the attention they have had. Not during a step."""
+        for request in self.scheduler.running:
+            if request.budget is not None:
+                self._check_kept(request)
         prefix, size = self.scheduler.cache.prefix, self.config.block_size
         if prefix is None:
             return
@@ -217,6 +221,24 @@ class Driver:
             for group, block in enumerate(node.host):
                 if block != NOT_ON_HOST:
                     check(self.runner.host, block, group, node)
+
+    def _check_kept(self, request: Request) -> None:
+        alone = Alone(self.records[request].keeping)
+        for token in request.token_ids[: request.num_computed].tolist():
+            alone.append(token)
+        size, (table,) = self.config.block_size, request.tables
+        blocks = table.ids[: table.end].astype(np.int64)
+        slots = (blocks[:, None] * size + np.arange(size)).ravel()[: len(alone.cache)]
+        pool = self.runner.pool
+        assert pool.positions.ravel()[slots].tolist() == [token.position for token in alone.cache]
+        assert pool.histories.ravel()[slots].tolist() == [token.history for token in alone.cache]
+        if (
+            request.budget is not None
+            and request.budget.policy == "h2o"
+            and request.num_observed <= request.num_computed
+        ):
+            seen = self.runner.attention[slots].tolist()
+            assert seen == [token.attention for token in alone.cache], "attention is forgotten, or counted twice"
 
     def _check_plan(self, plan: StepPlan) -> None:
         pool = self.scheduler.pool

@@ -65,7 +65,7 @@ class Shadow:
 class FakeRunner:
     """Runs plans over a shadow pool of the configured size and the trash block; a wrong plan is an AssertionError.
 
-    num_saved, num_loaded: blocks copied to and from host memory. num_compacted: sequences that gave tokens up.
+    attention: what each slot has received. num_saved, num_loaded: blocks copied to and from host memory.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -74,9 +74,9 @@ class FakeRunner:
         self.groups = config.groups
         self.pool = Shadow(config.num_blocks + 1, config.block_size)
         self.host = Shadow(config.num_host_blocks, config.block_size)
-        self.num_saved = self.num_loaded = self.num_compacted = 0
+        self.num_saved = self.num_loaded = 0
         self._sees_all = EVERYTHING in config.groups
-        self._attention = np.zeros((config.num_blocks + 1) * config.block_size, dtype=np.int64)
+        self.attention = np.zeros((config.num_blocks + 1) * config.block_size, dtype=np.int64)
 
     def run(self, plan: StepPlan) -> StepResult:
         self._check_shapes(plan)
@@ -144,7 +144,6 @@ class FakeRunner:
             self.pool.copy_from(self.host, host, block)
         self.num_saved += len(plan.saves)
         self.num_loaded += len(plan.loads)
-        self.num_compacted += len(plan.compactions)
 
     def _compact(self, compaction: Compaction) -> None:
         assert self.groups == (EVERYTHING,), "a sequence with windows gives tokens up"
@@ -157,8 +156,8 @@ class FakeRunner:
         assert (slots >= size).all(), "the trash block is compacted"
         pool, positions = self.pool, self.pool.positions.ravel()
         assert (np.diff(positions[slots], prepend=-1) > 0).all(), "what is compacted is no sequence"
-        kept = slots[kept_tokens(self._attention[slots].tolist(), compaction)]
-        for column in (pool.groups.ravel(), pool.tokens.ravel(), positions, pool.histories.ravel(), self._attention):
+        kept = slots[kept_tokens(self.attention[slots].tolist(), compaction)]
+        for column in (pool.groups.ravel(), pool.tokens.ravel(), positions, pool.histories.ravel(), self.attention):
             column[slots[:keep]] = column[kept]
         positions[slots[keep:]] = -1
 
@@ -264,13 +263,13 @@ class FakeRunner:
         histories = self.pool.histories.ravel()
         for row in np.flatnonzero(plan.observed).tolist():
             new = plan.slots[0, plan.query_starts[row] : plan.query_starts[row + 1]]
-            self._attention[new] = 0
+            self.attention[new] = 0
             index = np.arange(plan.context_lens[row])
             blocks = plan.block_tables[0, row][index // self.block_size].astype(np.int64)
             slots = blocks * self.block_size + index % self.block_size
             weights = ((histories[new][:, None] ^ histories[slots]) * _ATTENTION) >> np.uint64(44)
             weights[index > (starts[row] + np.arange(len(new)))[:, None]] = 0
-            self._attention[slots] += weights.sum(axis=0).astype(np.int64)
+            self.attention[slots] += weights.sum(axis=0).astype(np.int64)
 
     def _result(self, plan: StepPlan, histories: list[int]) -> StepResult:
         samples = len(plan.sample_rows)

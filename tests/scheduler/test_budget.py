@@ -84,7 +84,7 @@ def test_attention_is_counted_once_though_a_step_fails_twice() -> None:
     request = driver.budgeted(prompt(100, 1), 12, "h2o", 8)
     driver.step()
     assert request.num_computed == 28
-    driver.add(prompt(30, 2), 8, priority=-1)
+    driver.add(prompt(30, 99), 8, priority=-1)
     for count in (16, 2):
         plan = driver.scheduler.plan()
         assert plan is not None

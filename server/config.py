@@ -35,7 +35,7 @@ _AUTO_SEQS = {"cpu": 32, "cuda": 256}
 _AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
 _AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
 _LEAST_QUEUED_TOKENS = 2**20
-_MOST_BYTES = 2**50
+MOST_BYTES = 2**50
 
 
 def least_kv_budget(block_size: int) -> int:
@@ -209,7 +209,7 @@ class ServeSettings(BaseSettings):
         shown="from the memory there is",
         expects="a size of 1 byte to 1024TiB, such as 536870912, 512MiB or 8GiB",
         ge=1,
-        le=_MOST_BYTES,
+        le=MOST_BYTES,
     )
     kv_blocks: int | None = _option(
         "Device and memory",
@@ -246,7 +246,7 @@ class ServeSettings(BaseSettings):
         shown="none",
         expects="a size of up to 1024TiB, such as 512MiB or 8GiB",
         ge=0,
-        le=_MOST_BYTES,
+        le=MOST_BYTES,
     )
     enable_prefix_caching: bool = _option(
         "Device and memory", True, "keep the cache of finished requests for prompts that begin the same"

@@ -323,6 +323,8 @@ def test_lengths_to_fit_by_default_end_at_the_longest(config: Path, capsys: pyte
         (["--seq-len", "513"], "513 tokens are more than the model's 512: raise --max-model-len"),
         (["--lengths", "5,600"], "600 tokens are more than the model's 512"),
         (["--lengths", "no-such-file"], "no list of lengths, nor a file"),
+        (["--memory", "1025TiB"], "'1025TiB' is more than 1024TiB"),
+        (["--kv-host-memory", "9" * 400 + ".5GiB"], "--kv-host-memory"),
         (["--lengths", "5,0"], "'0' is no whole number of at least 1"),
         (["--lengths", ","], "has no lengths"),
         (["--memory", "5XB"], "--memory: 'XB' is no unit of size"),

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from server.checkpoint import UnknownCheckpoint, Weights, count_weights, find_checkpoint
-from server.config import EMBEDDED_MODEL, parse_size
+from server.config import EMBEDDED_MODEL, MOST_BYTES, parse_size
 from server.kvpool.layout import CACHE_DTYPES, WEIGHT_DTYPES
 from server.kvpool.shapes import UnknownShape, read_shape
 from server.plan.answer import PlanError, Question, make_plan
@@ -94,6 +94,8 @@ def _bytes(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{error}, such as 80GiB or 512MB") from error
     assert isinstance(size, int)
+    if size > MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {MOST_BYTES // 2**40}TiB")
     return size
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from server.config import ServeSettings
 from server.generation import ModelCard
+from server.kvpool.layout import TableGroup
 from server.metrics import Metrics
 from server.model.errors import ModelLoadError
 from server.model.loader import LoadedModel, load_model
@@ -69,8 +70,9 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             scored=settings.eviction == "h2o",
         ).result()
         if settings.eviction is not None and not runner.serves_budgets:
+            given = "--kv-budget" if settings.kv_policy is None else f"--kv-policy {settings.eviction}"
             raise ModelLoadError(
-                f"--kv-policy {settings.eviction} does not go with this model: some of its layers see only a window or "
+                f"{given} does not go with this model: some of its layers see only a window or "
                 "chunk of the text, which is counted in places of the cache, and evicting tokens moves these; "
                 "leave out --kv-policy and --kv-budget"
             )
@@ -120,7 +122,7 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
     budget = None
     if settings.eviction is not None and settings.kv_budget is not None:
         budget = make_budget(settings.kv_budget, settings.eviction, settings.block_size)
-    card = _model_card(settings, loaded, scheduler.cache.longest(budget))
+    card = _model_card(settings, loaded, scheduler.cache.longest(budget), _ways_out(settings, runner.layout.groups))
     if card.max_model_len < loaded.max_model_len:
         runner.limit_length(card.max_model_len)
     shares = scheduler.cache.prefix is not None
@@ -129,9 +131,19 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
     return Started(card, loaded.device.type, loaded.tokenizer, runner, scheduler)
 
 
-def _model_card(settings: ServeSettings, loaded: LoadedModel, pool_tokens: int) -> ModelCard:
+def _ways_out(settings: ServeSettings, groups: tuple[TableGroup, ...]) -> str:
+    """What lets a pool hold longer sequences."""
+    ways = ["raise it with --kv-blocks or --kv-bytes"]
+    if settings.eviction is not None:
+        ways.append("let no request keep more than a --kv-budget")
+    if all(group.visibility.reach is not None for group in groups):
+        ways.append("lower --max-num-batched-tokens")  # a step's own tokens are what is left of a bounded cache
+    return ", or ".join(ways)
+
+
+def _model_card(settings: ServeSettings, loaded: LoadedModel, pool_tokens: int, ways_out: str) -> ModelCard:
     if pool_tokens < loaded.max_model_len:
-        max_model_len, limited_by = pool_tokens, "the KV pool: raise it with --kv-blocks or --kv-bytes"
+        max_model_len, limited_by = pool_tokens, f"the KV pool: {ways_out}"
     elif settings.max_model_len is not None:
         max_model_len, limited_by = loaded.max_model_len, "--max-model-len"
     else:

@@ -147,6 +147,20 @@ def test_budgets_are_refused_where_layers_have_windows(windowed: Path, device: T
         start(windowed, device, kv_blocks=8, kv_policy=policy)
 
 
+def test_a_refusal_names_the_flag_that_was_given(windowed: Path, device: ThreadPoolExecutor) -> None:
+    with pytest.raises(ModelLoadError, match="--kv-budget does not go with this model"):
+        start(windowed, device, kv_blocks=8, kv_budget=64)
+
+
+def test_who_asks_for_more_than_the_pool_holds_is_told_every_way_out(
+    checkpoint: Path, windowed: Path, device: ThreadPoolExecutor
+) -> None:
+    limited = start(checkpoint, device, kv_blocks=4, kv_policy="h2o")[0].card.limited_by
+    assert "--kv-blocks or --kv-bytes, or let no request keep more than a --kv-budget" in limited
+    limited = start(windowed, device, kv_blocks=4)[0].card.limited_by
+    assert limited.endswith("or lower --max-num-batched-tokens")
+
+
 def test_nobody_is_told_of_a_prefix_cache_that_windows_and_reserve_rule_out(
     windowed: Path, device: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:

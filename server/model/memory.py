@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 CPU_SHARE = 0.25
 """Of the main memory still free, how much the pool takes by default: other programs live there too."""
 
+HOST_SHARE = 0.9
+"""Of the main memory still free, how much the second tier may take: what is free changes from moment to moment."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryDivision:
@@ -126,10 +129,11 @@ def host_blocks(settings: ServeSettings, layout: CacheLayout, available_bytes: i
             f"--kv-host-memory is {asked}, but one block of {layout.block_size} tokens takes {block} bytes "
             f"({readable(block)}): give at least so much, or leave it out"
         )
-    if asked // block * block > available_bytes:
+    room = int(available_bytes * HOST_SHARE)
+    if asked // block * block > room:
         raise ModelLoadError(
-            f"--kv-host-memory asks for {readable(asked)}, but {readable(available_bytes)} of main memory is left: "
-            f"at most --kv-host-memory {max(available_bytes, 0) // block * block}"
+            f"--kv-host-memory asks for {readable(asked)}, but {readable(available_bytes)} of main memory is left, of "
+            f"which it may take {HOST_SHARE:.0%}: at most --kv-host-memory {max(room, 0) // block * block}"
         )
     return asked // block
 

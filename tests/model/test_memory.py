@@ -129,12 +129,13 @@ def test_host_memory_takes_what_fits_and_no_more_than_there_is() -> None:
         return str(caught.value)
 
     assert fits(0, 0) == host_blocks(ServeSettings(), LAYOUT, 0) == 0
-    assert fits(BLOCK, BLOCK) == 1
-    assert fits(5 * BLOCK - 1, 5 * BLOCK) == fits(5 * BLOCK - 1, 4 * BLOCK) == 4
-    assert fits("1GiB", GIB) == GIB // BLOCK
+    assert fits(BLOCK, 2 * BLOCK) == 1
+    assert fits(9 * BLOCK, 10 * BLOCK) == 9, "a tenth stays free"
+    assert fits(5 * BLOCK - 1, 50 * BLOCK) == 4
+    assert fits("1GiB", 2 * GIB) == GIB // BLOCK
     assert f"--kv-host-memory is {BLOCK - 1}, but one block of 16 tokens takes {BLOCK}" in refused(BLOCK - 1, GIB)
     assert "asks for 1.0 GiB, but 40.0 KiB of main memory" in refused("1GiB", 5 * BLOCK)
-    assert refused(9 * BLOCK, 5 * BLOCK + 1).endswith(f"at most --kv-host-memory {5 * BLOCK}")
+    assert refused(10 * BLOCK, 10 * BLOCK).endswith(f"at most --kv-host-memory {9 * BLOCK}")
     assert refused(9 * BLOCK, -5 * BLOCK).endswith("at most --kv-host-memory 0")
 
 

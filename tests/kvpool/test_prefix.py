@@ -429,6 +429,44 @@ def test_what_is_about_to_be_copied_back_is_not_forgotten_for_what_gives_way_to_
     book.cache.check_integrity()
 
 
+def test_a_node_outlives_its_last_move_though_the_host_forgets_its_other_group_for_it() -> None:
+    pool = BlockPool(2)
+    cache = PrefixCache(pool, SIZE, (EVERYTHING, Visibility(window=4)), num_host_blocks=1)
+    assert cache.host is not None
+    keys: list[bytes] = []
+    cache.extend_keys(keys, array([1, 2]), "")
+    blocks = pool.allocate(2)
+    cache.publish(None, keys[0], "", array([1, 2]), blocks)
+    pool.release(blocks)
+    for _ in blocks:  # one in each step
+        pool.allocate(1)
+        cache.host.unpin()
+        cache.check_integrity()
+    assert (cache.host.num_saved, cache.host.num_evicted) == (2, 1)
+
+
+@pytest.mark.parametrize("forgotten", [1, 2])
+def test_a_collision_behind_a_forgotten_prefix_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, forgotten: int
+) -> None:
+    """Blocks out of sight are given back while the sequence goes on; then another prefix takes one of its keys."""
+    monkeypatch.setattr(PrefixCache, "_hash", lambda self, data: data[-16:])  # looks at the block alone
+    pool = BlockPool(8)
+    cache = PrefixCache(pool, SIZE, (Visibility(window=1),))
+    texts = [array([1, 2]), array([5, 6]), array([7, 8])]
+    node = None
+    for text in texts[:forgotten]:
+        blocks = pool.allocate(1)
+        node = cache.publish(node, text.tobytes(), "", text, blocks)
+        pool.release(blocks)
+    pool.release(pool.allocate(8))
+    cache.publish(None, array([5, 6]).tobytes(), "", array([5, 6]), pool.allocate(1))
+    mine = pool.allocate(1)
+    assert cache.publish(node, texts[forgotten].tobytes(), "", texts[forgotten], mine) is None
+    assert not pool.is_published(mine[0])
+    cache.check_integrity()
+
+
 def test_keys_differ_between_caches() -> None:
     keys: list[list[bytes]] = [[], []]
     for found in keys:

@@ -88,7 +88,7 @@ class Alone:
     def append(self, token: int) -> int:
         """Compute one more token; returns its hash."""
         if self.most and len(self.cache) == self.most:
-            self._give_up()
+            self.give_up()
         if self.sees_all and len(self.cache) == self.num_tokens:
             history = extend_history(self.cache[-1].history if self.cache else EMPTY, token)
         else:
@@ -102,7 +102,7 @@ class Alone:
         self.num_tokens += 1
         return history
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Keep the first four, though no more than half; the newest half; and of the others what the policy says."""
         keep = self.keeping.keep
         assert keep is not None

@@ -226,6 +226,8 @@ class Driver:
         alone = Alone(self.records[request].keeping)
         for token in request.token_ids[: request.num_computed].tolist():
             alone.append(token)
+        if len(alone.cache) > request.num_computed - request.num_evicted:
+            alone.give_up()  # for a step that failed
         size, (table,) = self.config.block_size, request.tables
         blocks = table.ids[: table.end].astype(np.int64)
         slots = (blocks[:, None] * size + np.arange(size)).ravel()[: len(alone.cache)]
@@ -247,6 +249,11 @@ class Driver:
         for compaction in plan.compactions:
             kept = compaction.block_table[: -(-compaction.keep // self.config.block_size)].tolist()
             assert not any(pool.is_published(block) or pool.is_shared(block) for block in kept)
+            ((request, count),) = [
+                (request, count) for request, count in self.scheduler._in_flight if request.blocks[:1] == kept[:1]
+            ]
+            length = request.num_computed - request.num_evicted + count
+            assert request.num_blocks == -(-length // self.config.block_size), "blocks of what it gave up are kept"
         if plan.observed is not None:
             policies = [r.budget.policy if r.budget else None for r, _ in self.scheduler._in_flight]
             watched = {policy for policy, observed in zip(policies, plan.observed, strict=True) if observed}

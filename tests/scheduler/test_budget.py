@@ -98,6 +98,22 @@ def test_attention_is_counted_once_though_a_step_fails_twice() -> None:
     driver.check_idle()
 
 
+def test_attention_is_counted_whole_after_a_shorter_step_failed() -> None:
+    """What is computed again has been counted, and what follows it has not."""
+    driver = Driver(config())
+    request = driver.budgeted(prompt(100, 1), 12, "h2o", 8)
+    driver.step()
+    urgent = driver.add(prompt(45, 2), 8, priority=-1)
+    driver.step()  # 16 tokens of each
+    driver.fail()  # three of it, beside 29
+    driver.abort(urgent)
+    driver.step()
+    assert request.num_computed == 47
+    driver.run()
+    driver.check_outputs()
+    driver.check_idle()
+
+
 def test_blocks_that_it_gives_up_serve_others() -> None:
     driver = Driver(config(num_blocks=12, prefix_caching=False))
     driver.budgeted(prompt(40, 1), 4, "window", 60)  # at most five blocks

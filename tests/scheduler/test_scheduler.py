@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from server.kvpool.layout import Visibility
 from server.scheduler.request import Request, Status
 from server.scheduler.scheduler import MAX_OVERTAKES, NeverFits
 from server.step import SamplingParams
@@ -228,6 +229,18 @@ class TestAdmission:
             most = max(most, len(driver.scheduler.running))
         assert most == 2 if not caching else most >= 2
         assert sum(request.num_preemptions for request in requests) == 0
+        driver.check_outputs()
+        driver.check_idle()
+
+    def test_reserve_counts_on_no_block_that_another_may_go_on_seeing(self) -> None:
+        """What slides out of one request's window while others see it is free to nobody."""
+        window = (Visibility(window=29),)
+        driver = Driver(config(num_blocks=27, admission="reserve", groups=window, max_num_batched_tokens=12))
+        driver.add(prompt(40), 1)
+        driver.run()
+        requests = [driver.add([*prompt(40), seed], 40) for seed in range(5)]
+        driver.run()  # the driver sees that nobody is preempted
+        assert [request.num_preemptions for request in requests] == [0] * 5
         driver.check_outputs()
         driver.check_idle()
 

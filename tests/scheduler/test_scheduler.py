@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from server.kvpool.layout import Visibility
+from server.kvpool.layout import EVERYTHING, Visibility
 from server.scheduler.request import Request, Status
 from server.scheduler.scheduler import MAX_OVERTAKES, NeverFits
 from server.step import SamplingParams
@@ -792,6 +792,18 @@ class TestReports:
         while not driver.scheduler.stats().preemptions:
             driver.step()
         assert self.reasons(driver) == {"kv_blocks": 1}
+
+    def test_blocks_that_slid_out_of_sight_are_counted(self) -> None:
+        groups = (EVERYTHING, Visibility(window=5), Visibility(chunk=6))
+        driver = Driver(config(groups=groups))
+        request = driver.add(prompt(30), 20)
+        driver.run()
+        last = request.max_cached_tokens - 1  # the last query
+        gone = [
+            len({key // 4 for key in range(last)} - {key // 4 for key in range(g.first(last), last)}) for g in groups
+        ]
+        assert gone[0] == 0
+        assert driver.scheduler.stats().evicted_by["sliding_window"] == sum(gone) > 0
 
     def test_each_request_is_admitted_once(self) -> None:
         driver = Driver(config(num_blocks=8))

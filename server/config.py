@@ -8,80 +8,33 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
-    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
+from server.values import MOST_BYTES, Names, Origins, Secrets, Size
+
 EMBEDDED_MODEL = "SmolLM2-135M-Instruct"
 ENV_PREFIX = "SLUICE_"
 
-_UNITS = {"": 1, "B": 1} | {
-    prefix + suffix: base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("", 2**10), ("I", 2**10), ("IB", 2**10), ("B", 10**3))
-}
 _AUTO_SEQS = {"cpu": 32, "cuda": 256}
 _AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
 _AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
 _LEAST_QUEUED_TOKENS = 2**20
-MOST_BYTES = 2**50
 
 
 def least_kv_budget(block_size: int) -> int:
     """Tokens: room for the attention sinks and as many recent tokens, in no less than two blocks."""
     return max(8, 2 * block_size)
-
-
-def parse_size(value: object) -> object:
-    """Turn '8GiB', '512 MB' or '1.5g' into bytes; anything that is not text passes unchanged.
-
-    K, Ki, KiB (and so on) are powers of 1024, KB of 1000. Raises ValueError where the text is no size.
-    """
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if match is None:
-        raise ValueError(f"{value!r} is no size")
-    unit = match[2].upper()
-    if unit not in _UNITS:
-        raise ValueError(f"{match[2]!r} is no unit of size")
-    return int(Decimal(match[1]) * _UNITS[unit])
-
-
-def _split_names(value: object) -> object:
-    """Names come as one comma-separated text from a variable or a file, as a list from flags."""
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list):
-        return value
-    return [part.strip() for item in values for part in (item.split(",") if isinstance(item, str) else [item])]
-
-
-def check_key(key: SecretStr) -> SecretStr:
-    """An API key must fit into a header. Raises ValueError, which does not show it."""
-    if re.fullmatch(r"[!-~]{1,512}", key.get_secret_value()) is None:
-        raise ValueError("a key is 1 to 512 printable ASCII characters without spaces")
-    return key
-
-
-Size = Annotated[int, BeforeValidator(parse_size)]
-Names = Annotated[list[Annotated[str, Field(min_length=1)]], NoDecode, BeforeValidator(_split_names)]
-Secrets = Annotated[list[Annotated[SecretStr, AfterValidator(check_key)]], NoDecode, BeforeValidator(_split_names)]
-Origins = Annotated[
-    list[Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]],
-    NoDecode,
-    BeforeValidator(_split_names),
-]
 
 
 class UnusableOption(Exception):

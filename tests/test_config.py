@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.config import ServeSettings, parse_size
+from server.config import ServeSettings
 from server.flags import SettingsError, build_parser, load_settings
+from server.values import parse_size
 
 
 def refusal(*argv: str) -> str:

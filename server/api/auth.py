@@ -22,7 +22,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.errors import APIError
 from server.api.exchange import Exchange
-from server.config import ServeSettings, UnusableOption, check_key
+from server.config import ServeSettings, UnusableOption
+from server.values import check_key
 
 logger = logging.getLogger(__name__)
 

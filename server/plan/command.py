@@ -11,12 +11,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from server.checkpoint import UnknownCheckpoint, Weights, count_weights, find_checkpoint
-from server.config import EMBEDDED_MODEL, MOST_BYTES, parse_size
+from server.config import EMBEDDED_MODEL
 from server.kvpool.layout import CACHE_DTYPES, WEIGHT_DTYPES
 from server.kvpool.shapes import UnknownShape, read_shape
 from server.plan.answer import PlanError, Question, make_plan
 from server.plan.caches import DEFAULT_BUDGET
 from server.plan.render import render
+from server.values import MOST_BYTES, parse_size
 
 
 def _parser() -> argparse.ArgumentParser:

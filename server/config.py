@@ -119,7 +119,7 @@ class ServeSettings(BaseSettings):
     )
     trust_remote_code: bool = _option("Model", False, "run model code that comes with the checkpoint")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = _option(
-        "Model", "auto", "type of weights and cache; auto is float32 on a CPU and the checkpoint's own on a GPU"
+        "Model", "auto", "type of weights and computation; auto is float32 on a CPU and the checkpoint's own on a GPU"
     )
     max_model_len: int | None = _option(
         "Model", None, "most tokens, prompt and output, of one request", shown="the model's own limit", ge=1
@@ -176,18 +176,18 @@ class ServeSettings(BaseSettings):
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8"] = _option(
         "Device and memory",
         "auto",
-        "how the cache stores numbers; auto is the model's own type, int8 and fp8 take about a quarter of float32",
+        "how the cache stores numbers; auto is as --dtype, int8 and fp8 are less exact and about a quarter of float32",
     )
     kv_policy: Literal["none", "h2o", "window"] | None = _option(
         "Device and memory",
         None,
-        "what a request with a kv_budget keeps: the most attended tokens (h2o) or the newest (window); none has none",
+        "lets requests have a budget, which keeps the most attended tokens (h2o) or the newest (window); none does not",
         shown="h2o with --kv-budget, else none",
     )
     kv_budget: int | None = _option(
         "Device and memory",
         None,
-        "most tokens that a request keeps in the cache; a request may ask for less",
+        "most tokens of a request that stay in its cache, at the cost of quality; a request may ask for less",
         shown="no limit",
         ge=1,
         le=2**30,

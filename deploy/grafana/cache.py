@@ -60,8 +60,9 @@ def pool() -> list[Panel]:
         ),
         timeseries(
             "Capacity in tokens",
-            """Tokens that all pools can hold, and the room that running requests take. Divided by the usual tokens of a
-            request (prompt and output), the capacity is how many fit at once.""",
+            """Tokens that all pools have room for, and the room that running requests take. Divided by the usual tokens
+            of a request (prompt and output), the capacity is how many fit at once, unless layers have block tables of
+            their own (windows): then a token takes room in each.""",
             "si:tok",
             [
                 Query(in_tokens(series("kv_cache_blocks", 'state="used"')), "used"),

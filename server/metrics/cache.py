@@ -18,9 +18,7 @@ class CacheMetrics:
 
     def __init__(self, families: Families) -> None:
         model = families.model
-        evicted = families.counter(
-            "kv_cache_evicted_blocks_total", "KV blocks given up, by cause.", "cause"
-        )
+        evicted = families.counter("kv_cache_evicted_blocks_total", "KV blocks given up, by cause.", "cause")
         self._evicted = {cause: Total(evicted.labels(model, cause)) for cause in EVICTION_CAUSES}
         budget = families.counter(
             "kv_budget_tokens_total",

@@ -32,7 +32,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"config.json, directory, .gguf file or Hugging Face id (default: the embedded {EMBEDDED_MODEL})",
     )
     parser.add_argument("--revision", help="branch, tag or commit of a Hugging Face id")
-    parser.add_argument("--memory", type=_bytes, default="80GiB", metavar="SIZE", help="of the device (default: 80GiB)")
+    parser.add_argument(
+        "--memory",
+        type=_bytes,
+        default="80GiB",
+        metavar="SIZE",
+        help="of the device, as 80GiB; a bare number is bytes (default: 80GiB)",
+    )
     parser.add_argument(
         "--dtype",
         choices=("auto", *WEIGHT_DTYPES),
@@ -51,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="N",
-        help=f"tokens a sequence keeps with H2O, to compare (default: {DEFAULT_BUDGET:,} where the lengths exceed it)",
+        help=f"budgets to compare: tokens that H2O keeps (default: {DEFAULT_BUDGET:,} where the lengths exceed it)",
     )
     parser.add_argument(
         "--kv-host-memory",

@@ -186,6 +186,7 @@ class ModelReport:
     """The model and its pool, once loaded.
 
     model: what the weights came from; num_blocks: those that requests can hold, so without the trash block.
+    num_groups: block tables of a sequence, one for each group of layers.
     block_bytes: of one block, in all layers; host_blocks: those of host memory, 0 without.
     max_num_seqs, max_queued_requests: how many may run together, and wait beside them.
     """
@@ -202,3 +203,4 @@ class ModelReport:
     max_queued_requests: int
     block_bytes: int
     host_blocks: int
+    num_groups: int

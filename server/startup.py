@@ -233,6 +233,7 @@ def _tell_metrics(
         max_queued_requests=settings.max_queued_requests,
         block_bytes=layout.bytes_per_block,
         host_blocks=runner.host.num_blocks,
+        num_groups=len(layout.groups),
     )
     metrics.engine.loaded(report)
     metrics.pool.allocated(report)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from deploy.grafana.panels import Panel, Query, quantiles, timeseries
-from deploy.grafana.queries import fragmentation, gauge, hit_ratio, in_tokens, kv_usage, rate, series
+from deploy.grafana.queries import fragmentation, gauge, hit_ratio, kv_usage, rate, used_tokens
 from server.reports import EVICTION_CAUSES
 from server.step import EvictionPolicy
 
@@ -61,12 +61,11 @@ def pool() -> list[Panel]:
         timeseries(
             "Capacity in tokens",
             """Tokens that all pools have room for, and the room that running requests take. Divided by the usual tokens
-            of a request (prompt and output), the capacity is how many fit at once, unless layers have block tables of
-            their own (windows): then a token takes room in each.""",
+            of a request (prompt and output), the capacity is how many fit at once; more do where layers have windows.""",
             "si:tok",
             [
-                Query(in_tokens(series("kv_cache_blocks", 'state="used"')), "used"),
-                Query(in_tokens(series("kv_cache_capacity_blocks")), "capacity"),
+                Query(used_tokens(), "used"),
+                Query(gauge("kv_cache_capacity_tokens"), "capacity"),
             ],
         ),
     ]

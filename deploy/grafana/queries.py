@@ -98,9 +98,9 @@ def fragmentation(by: str = "") -> str:
     return ratio(aggregate("sum", empty, by), used_blocks(by))
 
 
-def in_tokens(blocks: str, by: str = "") -> str:
-    """Blocks times the tokens that one holds. `blocks`: series with or without a state."""
-    return aggregate("sum", f"{blocks} * ignoring (state) {series('kv_cache_block_size_tokens')}", by)
+def used_tokens(by: str = "") -> str:
+    """Of the tokens that the pools have room for, the share that running requests take."""
+    return aggregate("sum", f"{series('kv_cache_usage_ratio')} * {series('kv_cache_capacity_tokens')}", by)
 
 
 def hit_ratio(by: str = "") -> str:

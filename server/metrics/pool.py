@@ -41,6 +41,9 @@ class PoolMetrics:
         self._block_size_tokens = families.gauge("kv_cache_block_size_tokens", "Tokens that a KV block holds.").labels(
             model
         )
+        self._capacity_tokens = families.gauge(
+            "kv_cache_capacity_tokens", "Tokens that the pool has room for, each in all layers."
+        ).labels(model)
         self._capacity = families.gauge("kv_cache_capacity_blocks", "KV blocks in the pool.").labels(model)
         self._cache_config = families.gauge(
             "cache_config_info",
@@ -77,6 +80,7 @@ class PoolMetrics:
         ).set(1)
         self._block_size = report.block_size
         self._block_size_tokens.set(report.block_size)
+        self._capacity_tokens.set(report.num_blocks // report.num_groups * report.block_size)
         self._capacity.set(report.num_blocks)
         self._free.set(report.num_blocks)
         self._running_limit.set(report.max_num_seqs)

@@ -21,6 +21,7 @@ UNUSED = {
     "python_info": "build_info has the version",
     "sluice_prompt_tokens_per_second": "for routers and people without a Prometheus; a panel takes the counter's rate",
     "sluice_generation_tokens_per_second": "likewise",
+    "sluice_kv_cache_block_size_tokens": "for routers, which hash prefixes by the block",
 }
 
 

@@ -43,6 +43,7 @@ MODEL = ModelReport(
     max_queued_requests=256,
     block_bytes=4096,
     host_blocks=50,
+    num_groups=1,
 )
 NO_TOKENS = {"finish_reason": "length", "generation_tokens": 0, "prefill_seconds": None, "decode_seconds": None}
 IDLE = PoolReport(running=0, used_blocks=0, cached_blocks=40, free_blocks=60)
@@ -385,6 +386,11 @@ def test_the_router_finds_block_size_and_count_in_both_forms(metrics: Metrics) -
     assert value(metrics, "cache_config_info", **labels) == 1
     assert value(metrics, "kv_cache_block_size_tokens") == 16
     assert value(metrics, "kv_cache_capacity_blocks") == 100
+
+
+def test_a_token_takes_room_in_each_block_table(metrics: Metrics) -> None:
+    metrics.pool.allocated(replace(MODEL, num_groups=3))
+    assert value(metrics, "kv_cache_capacity_tokens") == 33 * 16
 
 
 def test_histogram_on_the_wire(metrics: Metrics) -> None:

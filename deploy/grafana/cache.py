@@ -61,7 +61,7 @@ def pool() -> list[Panel]:
         timeseries(
             "Capacity in tokens",
             """Tokens that all pools have room for, and the room that running requests take. Divided by the usual tokens
-            of a request (prompt and output), the capacity is how many fit at once; more do where layers have windows.""",
+            of a request (prompt and output), the capacity is how many fit at once, or more if layers have windows.""",
             "si:tok",
             [
                 Query(used_tokens(), "used"),

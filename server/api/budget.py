@@ -25,7 +25,8 @@ def kv_budget(body: DecodingFields, settings: ServeSettings) -> tuple[int | None
         raise _unsupported("kv_policy", f'"h2o" is not to be had: {why}; "window" is')
     least = settings.least_kv_budget
     if body.kv_budget is not None and body.kv_budget < least:
-        raise invalid("kv_budget", f"'kv_budget' must be at least {least} tokens; got {body.kv_budget}.")
+        blocks = f"with blocks of {settings.block_size} (--block-size)"
+        raise invalid("kv_budget", f"'kv_budget' must be at least {least} tokens {blocks}; got {body.kv_budget}.")
     budgets = [budget for budget in (body.kv_budget, settings.kv_budget) if budget is not None]
     if body.kv_policy is not None and not budgets:
         raise invalid("kv_policy", "'kv_policy' says what a 'kv_budget' keeps; send that, too.")

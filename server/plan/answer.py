@@ -226,7 +226,7 @@ def _waste(layout: CacheLayout, ask: Question, max_length: int | None, nbytes: i
 def _notes(shape: ModelShape, layout: CacheLayout, weights: Weights, ask: Question) -> tuple[str, ...]:
     notes = []
     if weights.nbytes >= ask.memory_bytes:
-        notes.append("the weights alone do not fit the memory")
+        notes.append("the weights alone do not fit the memory: give --memory more, or plan another --dtype")
     if windows := sorted({layer.visibility.reach for layer in shape.layers if layer.visibility.reach is not None}):
         notes += _window_notes(shape, layout, windows)
     if shape.uncached_layers:

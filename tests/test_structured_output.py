@@ -127,7 +127,7 @@ async def test_siblings_each_follow_the_grammar_in_their_own_way(harness: Harnes
     params = [SamplingParams(temperature=1.0, seed=seed) for seed in range(4)]
     requests = sequences(
         SamplingFields(), tuple(range(1, 51)), params, 40, prefix="n", first=0, endpoint="completions", streaming=True,
-        constrain=grammar.start,
+        settings=harness.engine.settings, constrain=grammar.start,
     )  # fmt: skip
     answers = await asyncio.gather(*map(collect, harness.engine.submit(requests)))
     texts = {text_of(outputs) for outputs in answers}

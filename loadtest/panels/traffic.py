@@ -188,10 +188,10 @@ class Traffic:
         )
 
     async def _crowd(self) -> None:
-        """Two requests that need more blocks together than there are. Their budget is never reached, but keeps them out
-        of the prefix cache: the one that gives way finds nothing there and is computed once more."""
+        """Two requests that need more blocks together than there are, and take none from the prefix cache: the one that
+        gives way is computed once more."""
         size = self._scale.blocks * self._scale.block_tokens
-        crowd = (self._ask(self._prompt(), size * 5 // 8, ignore_eos=True, kv_budget=size) for _ in range(2))
+        crowd = (self._ask(self._prompt(), size * 5 // 8, ignore_eos=True, cache_prompt=False) for _ in range(2))
         await asyncio.gather(*crowd)
 
     async def _come_back(self) -> None:

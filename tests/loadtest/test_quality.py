@@ -76,7 +76,7 @@ def test_float32_is_the_plain_model(model: PreTrainedModel, ids: list[int]) -> N
 def test_a_budget_that_is_never_outgrown_changes_nothing(
     model: PreTrainedModel, reader: Reader, policy: str, ids: list[int]
 ) -> None:
-    ample = Choice("ample", policy=policy, share=1)  # type: ignore[arg-type]
+    ample = Choice("ample", policy=policy, share=1)
     full, reading = (reader.read(Served(model, choice), choice) for choice in (FULL, ample))
     assert reading == full
 

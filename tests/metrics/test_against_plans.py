@@ -43,7 +43,7 @@ class Device:
             self.filled |= {block: set() for block in blocks}
             return blocks
 
-        scheduler.pool.allocate = watched  # type: ignore[method-assign]
+        scheduler.pool.allocate = watched
 
     def run(self, plan: StepPlan) -> StepResult:
         self.saved += len(plan.saves)

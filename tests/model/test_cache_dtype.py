@@ -127,7 +127,7 @@ def test_the_check_at_load_judges_the_model_and_not_its_cache(
 
     def watched(self: ModelRunner, *args: object) -> Tensor:
         checked.append(self.layout.dtype.name)
-        return chunked(self, *args)  # type: ignore[arg-type]
+        return chunked(self, *args)
 
     monkeypatch.setattr(ModelRunner, "_chunked_logits", watched)
     runner = ModelRunner(tiny_model("llama"), "cpu", 4, cache_dtype=cache_dtype)

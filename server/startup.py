@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from server.config import ServeSettings
 from server.generation import ModelCard
-from server.kvpool.layout import TableGroup
+from server.kvpool.layout import Visibility
 from server.metrics import Metrics
 from server.model.errors import ModelLoadError
 from server.model.loader import LoadedModel, load_model
@@ -27,6 +27,7 @@ from server.model.memory import (
 from server.model.runner import ModelRunner
 from server.reports import ModelReport, StartupPhase
 from server.scheduler.budget import make_budget
+from server.scheduler.cache import can_share
 from server.scheduler.scheduler import Scheduler, SchedulerConfig
 from server.text.tokenizer import Tokenizer
 
@@ -69,15 +70,15 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             cache_dtype=settings.kv_cache_dtype,
             scored=settings.eviction == "h2o",
         ).result()
-        if settings.eviction is not None and not runner.serves_budgets:
+        if settings.eviction is not None and not runner.layout.takes_budgets:
             given = "--kv-budget" if settings.kv_policy is None else f"--kv-policy {settings.eviction}"
             raise ModelLoadError(
                 f"{given} does not go with this model: some of its layers see only a window or "
                 "chunk of the text, which is counted in places of the cache, and evicting tokens moves these; "
                 "leave out --kv-policy and --kv-budget"
             )
-        windowed = any(group.visibility.reach is not None for group in runner.layout.groups)
-        if settings.admission == "reserve" and settings.kv_host_memory and windowed:
+        groups = tuple(group.visibility for group in runner.layout.groups)
+        if settings.kv_host_memory and not can_share(groups, settings.admission == "reserve"):
             raise ModelLoadError(
                 "--kv-host-memory keeps blocks of the prefix cache, which --admission reserve does without on a model "
                 "in which layers see only a window or chunk of the text: leave one of the two out"
@@ -116,13 +117,13 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
             admission=settings.admission,
             policy=settings.scheduling_policy,
             num_host_blocks=num_host_blocks,
-            groups=tuple(group.visibility for group in runner.layout.groups),
+            groups=groups,
         )
     )
     budget = None
     if settings.eviction is not None and settings.kv_budget is not None:
         budget = make_budget(settings.kv_budget, settings.eviction, settings.block_size)
-    card = _model_card(settings, loaded, scheduler.cache.longest(budget), _ways_out(settings, runner.layout.groups))
+    card = _model_card(settings, loaded, scheduler.cache.longest(budget), _ways_out(settings, groups))
     if card.max_model_len < loaded.max_model_len:
         runner.limit_length(card.max_model_len)
     shares = scheduler.cache.prefix is not None
@@ -131,12 +132,12 @@ def start_up(settings: ServeSettings, metrics: Metrics, device: Executor, report
     return Started(card, loaded.device.type, loaded.tokenizer, runner, scheduler)
 
 
-def _ways_out(settings: ServeSettings, groups: tuple[TableGroup, ...]) -> str:
+def _ways_out(settings: ServeSettings, groups: tuple[Visibility, ...]) -> str:
     """What lets a pool hold longer sequences."""
     ways = ["raise it with --kv-blocks or --kv-bytes"]
     if settings.eviction is not None:
         ways.append("let no request keep more than a --kv-budget")
-    if all(group.visibility.reach is not None for group in groups):
+    if all(group.reach is not None for group in groups):
         ways.append("lower --max-num-batched-tokens")  # a step's own tokens are what is left of a bounded cache
     return ", or ".join(ways)
 

@@ -181,6 +181,11 @@ class CacheLayout:
         return group_layers(self.layers, self.visibilities or (EVERYTHING,) * len(self.layers))
 
     @property
+    def takes_budgets(self) -> bool:
+        """Whether sequences may give tokens up: a window or chunk counts them, and would see others than it should."""
+        return all(visibility == EVERYTHING for visibility in self.visibilities)
+
+    @property
     def bytes_per_token(self) -> int:
         """Of a token that every layer still sees."""
         return sum(layer.bytes_per_token(self.dtype, self.scored) for layer in self.layers)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from server.kvpool.layout import CacheDtype
+from server.kvpool.layout import CACHE_DTYPES, CacheDtype
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Of a row of zeros, or of nearly nothing: 0 over it is 0, and it has an inverse."""
@@ -26,6 +26,11 @@ def storage_dtype(dtype: CacheDtype) -> torch.dtype:
     """What the numbers of such a cache are stored in."""
     stored: torch.dtype = {"int8": torch.int8, "fp8": torch.uint8}.get(dtype.name) or getattr(torch, dtype.name)
     return stored
+
+
+def unscaled(dtype: torch.dtype) -> CacheDtype:
+    """The cache that stores numbers as the model computes them."""
+    return CACHE_DTYPES[str(dtype).removeprefix("torch.")]
 
 
 def one(stored: torch.dtype) -> int:

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from server.kvpool.layout import CACHE_DTYPES, CacheDtype, CacheLayout, LayerLayout
-from server.kvpool.quantise import dequantise, one, quantise, storage_dtype
+from server.kvpool.layout import CacheDtype, CacheLayout, LayerLayout
+from server.kvpool.quantise import dequantise, one, quantise, storage_dtype, unscaled
 
 UNPACKED_NUMBERS = 2**19
 """How many are unpacked at a time: so few that they are still in the processor's cache when they are scaled."""
@@ -138,8 +138,7 @@ class KVTensors:
 
         What no step has needed yet has no pages of main memory.
         """
-        dtype = CACHE_DTYPES[str(self.dtype).removeprefix("torch.")]
-        layout = replace(self.layout, dtype=dtype, scored=False)
+        layout = replace(self.layout, dtype=unscaled(self.dtype), scored=False)
         return KVTensors(layout, self.num_blocks, self.dtype, self.device, one_at_a_time=True)
 
     def unpack(self, layer: int, blocks: Tensor) -> None:

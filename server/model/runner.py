@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from server.kvpool.compaction import compact
 from server.kvpool.host import HostTensors
-from server.kvpool.layout import CACHE_DTYPES, EVERYTHING, CacheLayout
+from server.kvpool.layout import CACHE_DTYPES, CacheLayout
+from server.kvpool.quantise import unscaled
 from server.kvpool.tensors import KVTensors, unpacked_bytes
 from server.model.attention import select_backends
 from server.model.attention.metadata import StepMetadata
@@ -79,7 +80,7 @@ class ModelRunner:
         backends = select_backends(backend, self.specs, self.device)
         self.backends = tuple(backend.name for backend in backends)
         self._dtype = probed[0].dtype
-        computed = CACHE_DTYPES[_name(self._dtype)]
+        computed = unscaled(self._dtype)
         self.layout: CacheLayout = cache_layout(self.specs, computed, block_size, scored)
 
         pin_rope(model, self.max_model_len)
@@ -115,11 +116,6 @@ class ModelRunner:
         """
         self.max_model_len = max_model_len
         pin_rope(self.model, max_model_len)
-
-    @property
-    def serves_budgets(self) -> bool:
-        """Whether sequences may give tokens up: a window or chunk counts them, and would see others than it should."""
-        return all(spec.visibility == EVERYTHING for spec in self.specs)
 
     def allocate(self, num_blocks: int) -> None:
         """Replace the pool by an empty one of `num_blocks` blocks, block 0 the trash block.
@@ -288,10 +284,6 @@ class ModelRunner:
 def _promised_len(model: PreTrainedModel) -> int:
     promised = getattr(model.config, "max_position_embeddings", None)
     return promised if isinstance(promised, int) and promised > 0 else 4096
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class _Clock:

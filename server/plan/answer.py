@@ -11,7 +11,7 @@ from server.config import least_kv_budget
 from server.kvpool.layout import CACHE_DTYPES, AttentionKind, CacheDtype, CacheLayout
 from server.kvpool.shapes import ModelShape
 from server.kvpool.sizing import paged, reserve_maximum, sequence_bytes, tokens_that_fit, usable_blocks
-from server.plan.caches import CacheChoice, cache_choices, default_budgets, takes_budgets
+from server.plan.caches import CacheChoice, cache_choices, default_budgets
 
 
 class PlanError(Exception):
@@ -132,7 +132,7 @@ def make_plan(name: str, shape: ModelShape, weights: Weights, dtype: str, ask: Q
     cache_bytes = int(max(0, ask.memory_bytes - weights.nbytes) * ask.utilization)
     default_lens = (length for length in (1024, 4096, max_length or 16384) if length <= (max_length or length))
     seq_lens = sorted(set(ask.seq_lens or default_lens))
-    budgets = (ask.budgets or default_budgets(seq_lens, ask.block_size)) if takes_budgets(shape) else ()
+    budgets = (ask.budgets or default_budgets(seq_lens, ask.block_size)) if layout.takes_budgets else ()
     return Plan(
         model=name,
         model_type=shape.model_type,

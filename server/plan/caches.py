@@ -83,11 +83,6 @@ def cache_choices(
     return tuple(choices)
 
 
-def takes_budgets(shape: ModelShape) -> bool:
-    """Whether sequences of the model may give tokens up: windows count from the end of what the cache holds."""
-    return all(layer.visibility.reach is None for layer in shape.layers)
-
-
 def default_budgets(seq_lens: Sequence[int], block_size: int) -> tuple[int, ...]:
     """DEFAULT_BUDGET, where some of the lengths would feel it."""
     return (DEFAULT_BUDGET,) if max(seq_lens) > DEFAULT_BUDGET + budget_slack(DEFAULT_BUDGET, block_size) else ()

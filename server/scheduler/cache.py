@@ -52,9 +52,7 @@ class Cache:
         reserve: bool,
     ) -> None:
         self.pool = BlockPool(num_blocks)
-        # A block that one of two holders gives back, since it is out of its sight, leaves nobody a block more; whoever
-        # counts on every block of a life therefore shares none of those.
-        shares = prefix_caching and not (reserve and any(group.reach is not None for group in groups))
+        shares = prefix_caching and can_share(groups, reserve)
         self.prefix = PrefixCache(self.pool, block_size, groups, num_host_blocks) if shares else None
         self.block_size = block_size
         self.groups = groups
@@ -309,6 +307,15 @@ class Cache:
             tokens = min(tokens, request.budget.most)
         blocks = -(-tokens // self.block_size)
         return min(blocks, self.groups[index].first(start) // self.block_size + self._most_held[index])
+
+
+def can_share(groups: tuple[Visibility, ...], reserve: bool) -> bool:
+    """Whether requests may hold the same blocks.
+
+    A block that one of two holders gives back, since it is out of its sight, leaves nobody a block more; whoever counts
+    on every block of a life therefore shares none of those.
+    """
+    return not (reserve and any(group.reach is not None for group in groups))
 
 
 def _mean(before: float | None, value: float) -> float:

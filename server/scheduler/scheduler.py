@@ -7,9 +7,9 @@
 
 It has no clock, no threads and no tensors, so the same calls always lead to the same state.
 
-Why everything finishes. A request is refused on arrival unless it fits the pool alone. Admission takes the blocks of
-the whole prompt, so two half-computed prompts cannot starve each other. When blocks run out, the last request by
-its `order` is preempted and goes back to its place at the front of the queue, so the first running request can always
+Why everything finishes. A request is refused on arrival unless it fits the pool alone. Admission takes all the blocks
+that the prompt holds at a time, so two half-computed prompts do not starve each other. When blocks run out, the last
+request by its `order` is preempted and goes back to its place at the front of the queue, so the first running request can always
 take what it needs from the others and each step computes at least one token of it. The order is that of priority and
 arrival; where tenants share fairly, that in which requests started.
 

@@ -30,6 +30,7 @@ _AUTO_SEQS = {"cpu": 32, "cuda": 256}
 _AUTO_TOKENS = {"cpu": 512, "cuda": 4096}
 _AUTO_STALL_SECONDS = {"cpu": 300.0, "cuda": 60.0}
 _LEAST_QUEUED_TOKENS = 2**20
+MOST_KV_BUDGET = 2**30
 
 
 def least_kv_budget(block_size: int) -> int:
@@ -190,7 +191,7 @@ class ServeSettings(BaseSettings):
         "most tokens of a request that stay in its cache, at the cost of quality; a request may ask for less",
         shown="no limit",
         ge=1,
-        le=2**30,
+        le=MOST_KV_BUDGET,
     )
     kv_host_memory: Size = _option(
         "Device and memory",

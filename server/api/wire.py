@@ -15,12 +15,12 @@ from typing_extensions import TypedDict
 
 from server.api.errors import APIError, invalid, show
 from server.api.structure import StructureFields
+from server.config import MOST_KV_BUDGET
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_N = 128
-MAX_KV_BUDGET = 2**30
 
 Prompt = str | list[int]
 
@@ -149,7 +149,7 @@ class DecodingFields(Strict):
     cache_salt: Text | None = Field(None, max_length=256, description="a string of up to 256 characters")
     cache_prompt: bool | None = Field(None, description="true, or false to compute the prompt anew")
     kv_budget: int | None = Field(
-        None, ge=1, le=MAX_KV_BUDGET, description=f"an integer, twice --block-size or more, up to {MAX_KV_BUDGET}"
+        None, ge=1, le=MOST_KV_BUDGET, description=f"an integer, twice --block-size or more, up to {MOST_KV_BUDGET}"
     )
     kv_policy: Literal["h2o", "window"] | None = Field(None, description="h2o or window")
     queue_timeout: float | None = Field(None, gt=0, le=86400, description="a number of seconds above 0, up to 86400")

@@ -189,8 +189,13 @@ class Bench:
         return summarize(name, run, watch.samples)
 
     def document(self, kind: str, result: Any) -> dict[str, Any]:
-        """The result with what one needs to know to repeat it; the API key stays out."""
-        options = {name: value for name, value in vars(self.options).items() if name not in ("api_key", "json")}
+        """The result with what one needs to know to repeat it: the options that played a part, but not the API key."""
+        left_out = {"api_key", "json"}
+        if kind != "baseline":
+            left_out.add("input_tokens")
+        if self.options.lengths:
+            left_out.add("output_tokens")
+        options = {name: value for name, value in vars(self.options).items() if name not in left_out}
         return {
             "sluice": __version__,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,9 +9,9 @@ It has no clock, no threads and no tensors, so the same calls always lead to the
 
 Why everything finishes. A request is refused on arrival unless it fits the pool alone. Admission takes all the blocks
 that the prompt holds at a time, so two half-computed prompts do not starve each other. When blocks run out, the last
-request by its `order` is preempted and goes back to its place at the front of the queue, so the first running request can always
-take what it needs from the others and each step computes at least one token of it. The order is that of priority and
-arrival; where tenants share fairly, that in which requests started.
+request by its `order` is preempted and goes back to its place at the front of the queue, so the first running request
+can always take what it needs from the others and each step computes at least one token of it. The order is that of
+priority and arrival; where tenants share fairly, that in which requests started.
 
 Why nobody stalls. Each step computes at most `max_num_batched_tokens` tokens. Decoding requests take theirs first, one
 each, so a long prompt delays them by no more than one such step; the rest, at least `block_size` tokens, goes to

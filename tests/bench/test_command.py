@@ -41,7 +41,8 @@ def test_own_server_is_measured_and_gone(tmp_path: Path, capsys: pytest.CaptureF
     assert [level["requests"] for level in result["levels"]] == [4, 4]
     assert [level["output_tokens"] for level in result["levels"]] == [12, 12]
     assert result["server_flags"] == ["some-model", "--note", str(note)]
-    assert "api_key" not in result["options"]
+    assert not {"api_key", "input_tokens"} & result["options"].keys(), "what is secret, or played no part"
+    assert "output_tokens" in result["options"]
     assert gone(int(note.read_text()))
 
 
@@ -88,7 +89,9 @@ def test_what_of_the_cache_is_empty_is_shown(
 
 def test_mixed_lengths_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--lengths", "mixed", "--concurrency", "32", "--num-requests", "64", "--json"]) == 0
-    (level,) = json.loads(capsys.readouterr().out)["levels"]
+    result = json.loads(capsys.readouterr().out)
+    assert "output_tokens" not in result["options"], "lengths are drawn, whatever the default is"
+    (level,) = result["levels"]
     assert level["output_tokens"] == sum(lognormal(OUTPUT_TOKENS))
     assert level["input_tokens"] / 64 == pytest.approx(PROMPT_TOKENS, rel=0.15)
 
